@@ -1,0 +1,53 @@
+"""PEFT adapter folders: which may be named, what is in them, whether they can be served, and their bytes.
+
+What decides is the tensors in the file: every tensor is either applied or refused by name. numpy and the standard library only:
+no torch, no pickle, no mapping. Used by the CLI, by the front (`inspect_adapter` before a load) and by every rank (`read_adapter`).
+
+    resolve_path -> inspect_adapter (headers, all checks) + digest_adapter -> … -> read_adapter(digest) on every rank
+
+    catalogue   the one table of what is served and refused     config, keys, safetensors_header   what each part means
+    paths       which folders may be named                      patterns, regex                    rank_pattern, alpha_pattern
+    files       open, pread, digest                             plan                               all checks before the data
+    base        shapes of the base                              read, beside                       tensors; chat template
+"""
+
+from mstar.adapters.base import BaseShapes
+from mstar.adapters.catalogue import REFUSALS, SERVED, Refusal, Served, catalogue_markdown
+from mstar.adapters.facts import (
+    AdapterFacts,
+    AdapterLimits,
+    AdapterTensors,
+    BaseCopy,
+    BaseCopyFacts,
+    Dtype,
+    LoraPair,
+    ModuleFacts,
+    ModuleKey,
+    as_float32,
+)
+from mstar.adapters.files import digest_adapter
+from mstar.adapters.paths import resolve_path
+from mstar.adapters.read import inspect_adapter, read_adapter
+
+__all__ = [
+    "REFUSALS",
+    "SERVED",
+    "AdapterFacts",
+    "AdapterLimits",
+    "AdapterTensors",
+    "BaseCopy",
+    "BaseCopyFacts",
+    "BaseShapes",
+    "Dtype",
+    "LoraPair",
+    "ModuleFacts",
+    "ModuleKey",
+    "Refusal",
+    "Served",
+    "as_float32",
+    "catalogue_markdown",
+    "digest_adapter",
+    "inspect_adapter",
+    "read_adapter",
+    "resolve_path",
+]

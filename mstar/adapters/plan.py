@@ -1,0 +1,285 @@
+"""Everything that config and headers can tell, checked before any tensor is read: the plan of what is to be read and how it applies.
+
+Every tensor of the file ends in one of two places: in the plan, or named in a refusal. Pure, but for reading headers through `files`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import cast
+
+from mstar.adapters.base import FUSED, BaseShapes
+from mstar.adapters.catalogue import refuse, shown
+from mstar.adapters.config import AdapterConfig, parse_config
+from mstar.adapters.facts import AdapterFacts, AdapterLimits, BaseCopyFacts, Dtype, ModuleFacts, ModuleKey
+from mstar.adapters.files import AdapterFolder
+from mstar.adapters.keys import LORA_KINDS, Kind, ParsedKey, parse_key
+from mstar.adapters.patterns import PatternTable
+from mstar.adapters.safetensors_header import Header, TensorEntry, read_header
+
+SERVED_DTYPES = ("F32", "F16", "BF16")
+MAX_NAMED = 3
+
+
+@dataclass(frozen=True)
+class PlannedTensor:
+    """One tensor to read: the file it is in (index into the folder's weights), its header entry and what its key means."""
+
+    file: int
+    entry: TensorEntry
+    parsed: ParsedKey
+
+
+@dataclass(frozen=True)
+class PlannedPair:
+    """One projection: its A, its B and the rows of B that are its own (a part of them where the module is fused)."""
+
+    lora_a: PlannedTensor
+    lora_b: PlannedTensor
+    rows: tuple[int, int]
+    scaling: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What `read_adapter` does after the headers: which bytes become what."""
+
+    headers: tuple[Header, ...]
+    pairs: Mapping[ModuleKey, PlannedPair]
+    base_copies: tuple[PlannedTensor, ...]
+    facts: AdapterFacts
+
+
+def make_plan(files: AdapterFolder, base: BaseShapes, limits: AdapterLimits) -> Plan:
+    """Read the headers and check all that they and the config tell. Raises AdapterError for the first thing found."""
+    config = parse_config(files.config)
+    headers = tuple(read_header(file) for file in files.weights)
+    tensors = [PlannedTensor(number, entry, parse_key(entry.key)) for number, header in enumerate(headers) for entry in header.tensors]
+    _check_index(files, tensors)
+    _refuse_kinds(tensors, base)
+    copies = tuple(tensor for tensor in tensors if tensor.parsed.kind is Kind.BASE_COPY)
+    for tensor in tensors:
+        _check_values_kind(tensor)
+    for tensor in copies:
+        _check_copy(tensor, base)
+    warnings: list[str] = []
+    pairs = _pair_up([tensor for tensor in tensors if tensor.parsed.kind is not Kind.BASE_COPY], config, base, limits, warnings)
+    facts = AdapterFacts(
+        modules=MappingProxyType({key: _module_facts(pair) for key, pair in pairs.items()}),
+        max_rank=max(_rank(pair.lora_a) for pair in pairs.values()),
+        size_bytes=sum(file.size for file in files.weights),
+        files=files.names,
+        warnings=(*_warnings(config, base, pairs, copies), *warnings),
+        base_copies=tuple(_copy_facts(tensor) for tensor in copies),
+        chat_template=None,
+        added_tokens=MappingProxyType({}),
+    )
+    return Plan(headers, MappingProxyType(pairs), copies, facts)
+
+
+def _check_index(files: AdapterFolder, tensors: list[PlannedTensor]) -> None:
+    """Each key is in one file, and where there is an index in the one it tells."""
+    places: dict[str, str] = {}
+    for tensor in tensors:
+        key, name = tensor.entry.key, files.weights[tensor.file].name
+        if key in places:
+            raise refuse("index_invalid", problem=f"names {places[key]} and {name}, which both hold {shown(key)}")
+        places[key] = name
+    if files.weight_map is None:
+        return
+    for key in sorted(places.keys() | files.weight_map.keys()):
+        told, found = files.weight_map.get(key, "no file"), places.get(key, "no file")
+        if told != found:
+            raise refuse("index_invalid", problem=f"names {told} for {shown(key)}, which is in {found}")
+
+
+def _refuse_kinds(tensors: list[PlannedTensor], base: BaseShapes) -> None:
+    """Name the first tensor of a kind that is not served; then those whose key means nothing here."""
+    for tensor in tensors:
+        key, kind = shown(tensor.entry.key), tensor.parsed.kind
+        if kind is Kind.MAGNITUDE:
+            raise refuse("dora", what=f"The tensor {key} is a DoRA magnitude")
+        if kind is Kind.TRAINABLE_TOKENS:
+            raise refuse("trainable_tokens", what=f"The tensor {key} comes from `trainable_token_indices`")
+        if kind is Kind.MODULES_TO_SAVE:
+            raise refuse("modules_to_save", what=f"The tensor {key} comes from `modules_to_save`")
+        if kind is Kind.BIAS:
+            raise refuse("bias", what=f"The tensor {key} is a bias")
+    unknown = [tensor.entry.key for tensor in tensors if not _is_known(tensor.parsed, base)]
+    if unknown:
+        expected = ", ".join(f"`model.layers.0.{leaf}.lora_A.weight`" for leaf in list(base.leaves)[:MAX_NAMED])
+        keys = ", ".join(shown(key) for key in unknown[:MAX_NAMED]) + (", ..." if len(unknown) > MAX_NAMED else "")
+        raise refuse("unknown_keys", count=f"{len(unknown)} of {len(tensors)}", keys=keys, expected=expected)
+    for tensor in tensors:
+        _check_layer_and_vocab(tensor, base)
+    for tensor in tensors:
+        if tensor.parsed.layer is None and tensor.parsed.kind is not Kind.BASE_COPY:
+            raise refuse("lm_head" if tensor.parsed.module == "lm_head" else "embedding", key=shown(tensor.entry.key))
+    if not any(tensor.parsed.kind in LORA_KINDS for tensor in tensors):
+        raise refuse("no_tensors")
+
+
+def _is_known(parsed: ParsedKey, base: BaseShapes) -> bool:
+    if parsed.kind is Kind.UNKNOWN or parsed.module is None:
+        return False
+    if parsed.leaf is None:
+        return (parsed.kind in (Kind.EMBEDDING_A, Kind.EMBEDDING_B)) <= (parsed.module == "model.embed_tokens")
+    if parsed.kind is Kind.BASE_COPY:
+        return parsed.leaf in base.leaves
+    return parsed.kind in (Kind.LORA_A, Kind.LORA_B) and bool(base.parts(parsed.leaf))
+
+
+def _check_layer_and_vocab(tensor: PlannedTensor, base: BaseShapes) -> None:
+    """The base has the layer, and head and embedding have as many rows as its vocabulary."""
+    parsed, key, shape = tensor.parsed, shown(tensor.entry.key), tensor.entry.shape
+    if parsed.layer is not None:
+        if parsed.layer >= base.num_layers:
+            raise refuse("layer_out_of_range", key=key, layer=parsed.layer, last=base.num_layers - 1)
+        return
+    axis = _vocab_axis(parsed)
+    if axis is not None and len(shape) == 2 and shape[axis] not in (base.vocab_size, 0):
+        raise refuse("vocab", what=f"{key} has the shape {list(shape)}", vocab=base.vocab_size)
+
+
+def _vocab_axis(parsed: ParsedKey) -> int | None:
+    """The axis of the tensor that counts the vocabulary."""
+    if parsed.kind is Kind.BASE_COPY or (parsed.module == "lm_head" and parsed.kind is Kind.LORA_B):
+        return 0
+    return 1 if parsed.kind is Kind.EMBEDDING_A else None
+
+
+def _check_values_kind(tensor: PlannedTensor) -> None:
+    if tensor.entry.dtype not in SERVED_DTYPES:
+        raise refuse("dtype", key=shown(tensor.entry.key), dtype=tensor.entry.dtype)
+    if 0 in tensor.entry.shape:
+        raise refuse("zero_size", key=shown(tensor.entry.key), shape=list(tensor.entry.shape))
+
+
+def _check_copy(tensor: PlannedTensor, base: BaseShapes) -> None:
+    module = str(tensor.parsed.module)
+    shape = base.module(module)
+    assert shape is not None, f"{module} was checked before"
+    expected = shape if module == "model.embed_tokens" else shape[::-1]
+    if tensor.entry.shape != expected:
+        raise refuse("base_copy_shape", key=shown(tensor.entry.key), shape=list(tensor.entry.shape), expected=list(expected))
+
+
+def _pair_up(
+    tensors: list[PlannedTensor], config: AdapterConfig, base: BaseShapes, limits: AdapterLimits, warnings: list[str]
+) -> dict[ModuleKey, PlannedPair]:
+    """Bring A and B of every module together, check them against base and config, and split fused modules."""
+    halves: dict[ModuleKey, dict[Kind, PlannedTensor]] = {}
+    for tensor in tensors:
+        assert tensor.parsed.layer is not None and tensor.parsed.leaf is not None, "other keys were refused before"
+        half = halves.setdefault((tensor.parsed.layer, tensor.parsed.leaf), {})
+        _refuse_second(half.setdefault(tensor.parsed.kind, tensor), tensor)
+    ranks, alphas = PatternTable("rank_pattern", config.rank_pattern), PatternTable("alpha_pattern", config.alpha_pattern)
+    pairs: dict[ModuleKey, PlannedPair] = {}
+    for (layer, leaf), half in sorted(halves.items()):
+        lora_a, lora_b = _both(half)
+        parts = base.parts(leaf)
+        rank = _check_shapes(lora_a, lora_b, parts, base, limits)
+        _check_rank(lora_a, rank, config, ranks)
+        alpha = _pattern_value(config.alpha_pattern, alphas, lora_a, config.alpha)
+        scaling = config.scaling(rank, alpha)
+        start = 0
+        for part in parts:
+            rows = (start, start + base.leaves[part][1])
+            pair = PlannedPair(lora_a, lora_b, rows, scaling)
+            _refuse_second(pairs.setdefault((layer, part), pair).lora_a, lora_a)
+            start = rows[1]
+    for table in (ranks, alphas):
+        warnings += [f"`{table.field}` has the key {shown(key)}, which matches no tensor: it has no effect" for key in table.unused()]
+    return pairs
+
+
+def _refuse_second(first: PlannedTensor, second: PlannedTensor) -> None:
+    if first is not second:
+        raise refuse("duplicate_module", first=shown(first.entry.key), second=shown(second.entry.key))
+
+
+def _both(half: Mapping[Kind, PlannedTensor]) -> tuple[PlannedTensor, PlannedTensor]:
+    lora_a, lora_b = half.get(Kind.LORA_A), half.get(Kind.LORA_B)
+    if lora_a is not None and lora_b is not None:
+        return lora_a, lora_b
+    (alone,) = half.values()
+    raise refuse("half_pair", key=shown(alone.entry.key), missing="A" if lora_a is None else "B")
+
+
+def _check_shapes(lora_a: PlannedTensor, lora_b: PlannedTensor, parts: tuple[str, ...], base: BaseShapes, limits: AdapterLimits) -> int:
+    """The rank of the pair, after A and B fit each other, the base and the cap."""
+    in_features = base.leaves[parts[0]][0]
+    out_features = sum(base.leaves[part][1] for part in parts)
+    shape_a, shape_b = lora_a.entry.shape, lora_b.entry.shape
+    if len(shape_a) != 2 or shape_a[1] != in_features:
+        raise refuse("shape", key=shown(lora_a.entry.key), shape=list(shape_a), expected=f"[r, {in_features}]")
+    rank = shape_a[0]
+    if rank > limits.max_lora_rank:
+        raise refuse("rank_too_large", key=shown(lora_a.entry.key), rank=rank, limit=limits.max_lora_rank)
+    if shape_b != (out_features, rank):
+        raise refuse("shape", key=shown(lora_b.entry.key), shape=list(shape_b), expected=f"[{out_features}, {rank}]")
+    return rank
+
+
+def _check_rank(lora_a: PlannedTensor, rank: int, config: AdapterConfig, ranks: PatternTable) -> None:
+    value = int(_pattern_value(config.rank_pattern, ranks, lora_a, config.rank))
+    if value != rank:
+        key = ranks.match(lora_a.parsed.trained_name)
+        field = "r" if key is None else f"rank_pattern[{shown(key)}]"
+        raise refuse("rank_mismatch", field=field, value=value, key=shown(lora_a.entry.key), rank=rank)
+
+
+def _pattern_value(
+    values: Mapping[str, int] | Mapping[str, float],
+    table: PatternTable,
+    lora_a: PlannedTensor,
+    default: float,
+) -> float:
+    """What the pattern gives for the module; a fused module's parts must not be given something else."""
+    name, leaf = lora_a.parsed.trained_name, str(lora_a.parsed.leaf)
+    key = table.match(name)
+    value = default if key is None else values[key]
+    for part in FUSED.get(leaf, ()):
+        part_key = table.match(name.removesuffix(leaf) + part)
+        if part_key is not None and values[part_key] != value:
+            raise refuse("fused_pattern", field=table.field, pattern=shown(part_key), key=shown(lora_a.entry.key))
+    return value
+
+
+def _rank(tensor: PlannedTensor) -> int:
+    return tensor.entry.shape[0]
+
+
+def _module_facts(pair: PlannedPair) -> ModuleFacts:
+    return ModuleFacts(_rank(pair.lora_a), pair.scaling, (pair.lora_a.parsed.kind.value, pair.lora_b.parsed.kind.value))
+
+
+def _copy_facts(tensor: PlannedTensor) -> BaseCopyFacts:
+    shape = cast("tuple[int, int]", tensor.entry.shape)
+    return BaseCopyFacts(tensor.entry.key, str(tensor.parsed.module), shape, cast("Dtype", tensor.entry.dtype))
+
+
+def _warnings(
+    config: AdapterConfig, base: BaseShapes, pairs: Mapping[ModuleKey, PlannedPair], copies: tuple[PlannedTensor, ...]
+) -> list[str]:
+    """What is served and yet worth a line in the log."""
+    warnings = []
+    if config.base_name and base.name and _last(config.base_name) != _last(base.name):
+        warnings.append(f"`base_model_name_or_path` is {shown(config.base_name)}, the served base is {shown(base.name)}: the shapes fit")
+    if copies:
+        keys = ", ".join(shown(tensor.entry.key) for tensor in copies[:MAX_NAMED])
+        warnings.append(f"{len(copies)} copies of base weights ({keys}) are ignored if they equal the served base's")
+    if all(pair.scaling == 0 for pair in pairs.values()):
+        warnings.append("`lora_alpha` is 0: the adapter changes nothing")
+    if config.target_modules is not None:
+        names = {pair.lora_a.parsed.trained_name for pair in pairs.values()}
+        extra = sorted(name for name in names if not any(f".{name}".endswith(f".{target}") for target in config.target_modules))
+        if extra:
+            warnings.append(f"`target_modules` does not name {shown(extra[0])} ({len(extra)} in all): its tensors are applied, they decide")
+    return warnings
+
+
+def _last(name: str) -> str:
+    return name.rstrip("/").rpartition("/")[2].lower()

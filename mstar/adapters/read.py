@@ -1,0 +1,135 @@
+"""Inspecting (headers) and reading (every byte, once) one adapter folder.
+
+A read goes: headers -> all checks that they allow -> one buffer per weight file -> `pread` and hash in one pass -> digest -> values.
+The header's bytes are not read again: they are what the buffer starts with. Run by the CLI, by the front's validation and
+by each rank's reader thread; a file that is cut or changed meanwhile is a refusal there, never a crash.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mstar.adapters.base import BaseShapes
+from mstar.adapters.beside import read_beside
+from mstar.adapters.catalogue import refuse, shown
+from mstar.adapters.facts import AdapterFacts, AdapterLimits, AdapterTensors, BaseCopy, Dtype, LoraPair, as_float32
+from mstar.adapters.files import CHUNK_BYTES, AdapterFile, frame, never, open_folder
+from mstar.adapters.plan import PlannedPair, PlannedTensor, make_plan
+from mstar.adapters.safetensors_header import Header
+
+ALIGNMENT = 64
+CHECKED_AT_ONCE = 1 << 20  # values
+_NUMPY: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}
+# The exponent's bits: all ones in an infinity or a NaN.
+_EXPONENT = {"F16": 0x7C00, "BF16": 0x7F80}
+
+Buffer = NDArray[np.uint8]
+Cancelled = Callable[[], bool]
+
+
+def inspect_adapter(folder: Path, base: BaseShapes, limits: AdapterLimits) -> AdapterFacts:
+    """Check all that config, headers and the tokenizer's files tell; no tensor is read, no more than a few MiB allocated.
+
+    `folder` comes from `resolve_path`. Raises AdapterError for the first thing that cannot be served.
+    """
+    with open_folder(folder, limits.roots) as files:
+        facts = make_plan(files, base, limits).facts
+    template, added = read_beside(folder, limits.roots, base.vocab_size)
+    return dataclasses.replace(facts, chat_template=template, added_tokens=MappingProxyType(added))
+
+
+def read_adapter(
+    folder: Path, base: BaseShapes, limits: AdapterLimits, digest: str | None = None, cancelled: Cancelled = never
+) -> AdapterTensors:
+    """Read the adapter in one pass and check header, digest (if one is given) and values.
+
+    `cancelled` is asked between chunks of some MiB. The facts are those of `inspect_adapter` without the tokenizer's files.
+    Raises AdapterError: `adapter_changed` where the bytes are not those of `digest` or change during the read,
+    `adapter_read_cancelled`, or what header and values say. Nothing is kept then.
+    """
+    with open_folder(folder, limits.roots) as files:
+        plan = make_plan(files, base, limits)
+        hasher = files.start_digest()
+        datas = [_read_data(file, header, hasher, cancelled) for file, header in zip(files.weights, plan.headers, strict=True)]
+    found = hasher.hexdigest()
+    if digest is not None and found != digest:
+        raise refuse("changed", what=f"The digest is {found[:12]}..., not {shown(digest[:12])[1:-1]}...")
+    views: dict[str, NDArray[Any]] = {}
+    for tensor in [*(half for pair in plan.pairs.values() for half in (pair.lora_a, pair.lora_b)), *plan.base_copies]:
+        if tensor.entry.key not in views:
+            views[tensor.entry.key] = _finite_view(tensor, datas[tensor.file], cancelled)
+    return AdapterTensors(
+        facts=plan.facts,
+        digest=found,
+        pairs=MappingProxyType({key: _pair(pair, views) for key, pair in plan.pairs.items()}),
+        base_copies=MappingProxyType(
+            {copy.entry.key: BaseCopy(str(copy.parsed.module), views[copy.entry.key], _dtype(copy)) for copy in plan.base_copies}
+        ),
+    )
+
+
+def _read_data(file: AdapterFile, header: Header, hasher: hashlib._Hash, cancelled: Cancelled) -> Buffer:
+    """All data bytes of `file` (what follows the header), aligned and read-only; hashed as they come."""
+    size, start = file.size - len(header.raw), len(header.raw)
+    frame(hasher, file.name, file.size)
+    hasher.update(header.raw)
+    space = np.empty(size + ALIGNMENT, dtype=np.uint8)
+    pad = -space.ctypes.data % ALIGNMENT
+    data = space[pad : pad + size]
+    bytes_of_data = data.data
+    for offset in range(0, size, CHUNK_BYTES):
+        if cancelled():
+            raise refuse("cancelled")
+        part = bytes_of_data[offset : offset + CHUNK_BYTES]
+        file.read_into(part, start + offset)
+        hasher.update(part)
+    file.check_unchanged()
+    space.flags.writeable = False
+    data.flags.writeable = False
+    return data
+
+
+def _finite_view(tensor: PlannedTensor, data: Buffer, cancelled: Cancelled) -> NDArray[Any]:
+    """The tensor's values as a read-only view (a copy where the file has them at an odd place). Raises on a value that is not finite."""
+    entry = tensor.entry
+    values = data[entry.begin : entry.end].view(_NUMPY[entry.dtype]).reshape(entry.shape)
+    if not values.flags.aligned:
+        values = values.copy()
+        values.flags.writeable = False
+    flat = values.reshape(-1)
+    for start in range(0, len(flat), CHECKED_AT_ONCE):
+        if cancelled():
+            raise refuse("cancelled")
+        if not _all_finite(flat[start : start + CHECKED_AT_ONCE], entry.dtype):
+            raise refuse("non_finite", key=shown(entry.key))
+    return values
+
+
+def _all_finite(values: NDArray[Any], dtype: str) -> bool:
+    if dtype == "F32":
+        return bool(np.isfinite(values).all())
+    mask = np.uint16(_EXPONENT[dtype])
+    return not bool(((values.view(np.uint16) & mask) == mask).any())
+
+
+def _pair(pair: PlannedPair, views: dict[str, NDArray[Any]]) -> LoraPair:
+    lora_a = views[pair.lora_a.entry.key]
+    lora_b = views[pair.lora_b.entry.key][pair.rows[0] : pair.rows[1]]
+    dtype = _dtype(pair.lora_a)
+    if dtype != _dtype(pair.lora_b):
+        # One pair has one dtype; float32 holds both exactly.
+        lora_a, lora_b, dtype = as_float32(lora_a, dtype), as_float32(lora_b, _dtype(pair.lora_b)), "F32"
+        lora_a.flags.writeable = lora_b.flags.writeable = False
+    return LoraPair(lora_a, lora_b, pair.scaling, dtype)
+
+
+def _dtype(tensor: PlannedTensor) -> Dtype:
+    return cast("Dtype", tensor.entry.dtype)

@@ -1,0 +1,118 @@
+"""The front process: HTTP server and conductor on one asyncio loop. Never imports torch.
+
+Started by the supervisor with the listening socket as an inherited descriptor, so that a restarted front keeps its port. SIGTERM drains:
+new requests get 503, running ones may finish for `shutdown_timeout_s`, then the ranks are told to stop. A second SIGTERM ends now.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+
+import uvloop
+from pydantic import BaseModel, ConfigDict
+
+from mstar.api.app import create_app
+from mstar.api.server import serve_app
+from mstar.api.text import TextProcessor
+from mstar.conductor.conductor import Conductor
+from mstar.conductor.metrics import Metrics
+from mstar.config import ServeConfig
+from mstar.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+
+class FrontLaunch(BaseModel):
+    """What the supervisor tells a front. `listen_fd` is the inherited listening socket."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    config: ServeConfig
+    front_endpoint: str
+    listen_fd: int
+    started_at: float  # seconds since the epoch
+
+
+def main() -> int:
+    """Run the front to its end."""
+    launch = FrontLaunch.model_validate_json(Path(os.environ["MSTAR_FRONT"]).read_text(encoding="utf-8"))
+    logging.basicConfig(level=launch.config.log_level.upper(), format="%(asctime)s front %(levelname)s %(message)s", stream=sys.stderr)
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor ends the front in order
+    try:
+        uvloop.run(_serve(launch))
+    except ConfigError as error:
+        log.error("%s", error)
+        return 2
+    return 0
+
+
+async def _serve(launch: FrontLaunch) -> None:
+    config = launch.config
+    metrics = Metrics(config.base_name)
+    conductor = Conductor(config, launch.front_endpoint, metrics)
+    text = await asyncio.to_thread(TextProcessor.load, config.tokenizer or config.model, config.chat_template)
+    await conductor.start()
+    app = create_app(conductor, text, config, metrics)
+    stop, now = asyncio.Event(), asyncio.Event()
+    _on_sigterm(conductor, stop, now, config.shutdown_timeout_s)
+    sock = socket.socket(fileno=launch.listen_fd)
+    announcing = asyncio.create_task(_announce(conductor, launch, sock))
+    serving = asyncio.create_task(serve_app(app, config.host, config.port, sock=sock, stop=stop, shutdown_timeout_s=2.0))
+    ending = asyncio.create_task(now.wait())
+    try:
+        await asyncio.wait([serving, ending], return_when=asyncio.FIRST_COMPLETED)
+        if serving.done():
+            serving.result()
+    finally:
+        for task in (announcing, serving, ending):
+            task.cancel()
+        await asyncio.gather(announcing, serving, ending, return_exceptions=True)
+        await conductor.stop_ranks()
+
+
+def _on_sigterm(conductor: Conductor, stop: asyncio.Event, now: asyncio.Event, timeout_s: float) -> None:
+    loop = asyncio.get_running_loop()
+    draining: list[asyncio.Task[None]] = []
+
+    async def drain() -> None:
+        conductor.drain()
+        log.info("stopping: new requests get 503, running ones may finish for %g s", timeout_s)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(conductor.finished(), timeout_s)
+        stop.set()
+
+    def on_signal() -> None:
+        if draining:
+            now.set()
+        else:
+            draining.append(asyncio.ensure_future(drain()))
+
+    loop.add_signal_handler(signal.SIGTERM, on_signal)
+
+
+async def _announce(conductor: Conductor, launch: FrontLaunch, sock: socket.socket) -> None:
+    """Say what is going on while the ranks start, and when requests are served."""
+    host, port = sock.getsockname()[:2]
+    shown = time.monotonic()
+    while not conductor.ready.is_set():
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(conductor.ready.wait(), 0.2)
+        if time.monotonic() - shown > 2.0 and not conductor.ready.is_set():
+            shown = time.monotonic()
+            log.info("%s", conductor.not_ready_reason())
+    names = [model.id for model in conductor.served_models()]
+    some = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+    log.info("ready after %.1f s on http://%s:%d, serving %s", time.time() - launch.started_at, host, port, some)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

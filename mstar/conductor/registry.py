@@ -1,0 +1,105 @@
+"""Which adapter names are served, and as which generation.
+
+Pure. Inside ranks an adapter is a *generation*: the client's name plus a mark that is never used again, so that slots, KV and prefix
+keys have one identity. The client's name is only a pointer to the newest generation; a replace loads the new one, moves the pointer,
+then unloads the old.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mstar.errors import AdapterError, ModelNotFound
+
+MAX_NAME_LENGTH = 256
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """One served generation."""
+
+    name: str  # the client's
+    generation: str  # inside ranks
+    path: str  # resolved folder
+    root: str  # as it was given
+    digest: str
+    created: int
+    has_something: bool = True
+    pinned: bool = False
+
+
+class Registry:
+    """Served names of one front."""
+
+    def __init__(self, base: str, front_epoch: str, capacity: int) -> None:
+        self.base = base
+        self._front_epoch = front_epoch
+        self._capacity = capacity
+        self._adapters: dict[str, Adapter] = {}
+        self._names: dict[str, str] = {}  # generation -> the client's name, also of those unloaded and still running
+        self._drawn = 0
+
+    def __len__(self) -> int:
+        return len(self._adapters)
+
+    def draw_generation(self, name: str) -> str:
+        """A generation of `name` that was never used before."""
+        self._drawn += 1
+        generation = f"{name}@{self._front_epoch}.{self._drawn}"
+        self._names[generation] = name
+        return generation
+
+    def check_name(self, name: str) -> None:
+        """Raises AdapterError for a name that no adapter may have."""
+        if not name or name != name.strip() or len(name) > MAX_NAME_LENGTH or not name.isprintable():
+            raise AdapterError(
+                f"lora_name {name[:60]!r} cannot be served; give 1 to {MAX_NAME_LENGTH} printable characters without spaces at the ends",
+                code="adapter_name_invalid",
+            )
+        if name == self.base:
+            raise AdapterError(f"lora_name {name!r} is the served base model's name", code="adapter_name_reserved")
+        if name not in self._adapters and len(self._adapters) >= self._capacity:
+            raise AdapterError(
+                f"{len(self._adapters)} adapters are served, max_registered_loras allows {self._capacity}; unload one first",
+                code="adapter_limit_reached",
+            )
+
+    def get(self, name: str) -> Adapter | None:
+        """The generation that `name` points to."""
+        return self._adapters.get(name)
+
+    def put(self, adapter: Adapter) -> Adapter | None:
+        """Point its name to `adapter`; returns the generation it pointed to before."""
+        before = self._adapters.get(adapter.name)
+        self._adapters[adapter.name] = adapter
+        return before
+
+    def pop(self, name: str) -> Adapter | None:
+        """Stop serving `name`."""
+        return self._adapters.pop(name, None)
+
+    def resolve(self, model: str) -> Adapter | None:
+        """The adapter that a `model` field addresses; None is the base. Whole names first, then `<base>:<adapter>`.
+
+        Raises ModelNotFound: an unknown or blank name is never answered by the base.
+        """
+        if model == self.base:
+            return None
+        adapter = self._adapters.get(model)
+        if adapter is None and model.startswith(self.base + ":"):
+            adapter = self._adapters.get(model[len(self.base) + 1 :])
+        if adapter is None:
+            raise ModelNotFound(model, "GET /v1/models lists what is served.")
+        return adapter
+
+    def client_name(self, generation: str) -> str:
+        """The client's name of a generation seen inside ranks."""
+        return self._names.get(generation, generation.rpartition("@")[0] or generation)
+
+    def forget_generation(self, generation: str) -> None:
+        """A generation will not be seen again."""
+        self._names.pop(generation, None)
+
+    def adapters(self) -> list[Adapter]:
+        """All served adapters by name."""
+        return [self._adapters[name] for name in sorted(self._adapters)]

@@ -1,0 +1,55 @@
+"""The two parallel linears, with the seams for a base product that is not `F.linear` and for the LoRA delta.
+
+    column-parallel   y_i = x W_i^T + b_i   (+= delta)             x whole, y this rank's columns; nothing to sum
+    row-parallel      y   = sum_i( x_i W_i^T  (+= delta_i) ) + b   x this rank's columns, y whole after the all-reduce
+
+The delta of a row-parallel linear goes in before the all-reduce, so the base's sum adds it up and no collective is added.
+Its bias is inside rank 0's product, so it counts once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from mstar.distributed.comm import CommGroup
+
+Product = Callable[[Tensor], Tensor]  # x [tokens, in of this rank] -> y [tokens, out of this rank]
+Delta = Callable[[Tensor, Tensor], Tensor]  # (y, x): does y += delta(x) in place and returns y
+
+
+def linear_product(weight: Tensor, bias: Tensor | None = None) -> Product:
+    """The base product with a plain `weight [out, in]` and `bias [out]`, both this rank's shard."""
+    return partial(F.linear, weight=weight, bias=bias)
+
+
+class ColumnParallelLinear:
+    """`y = product(x)`, plus the delta where there is one. `x [tokens, in]`, `y [tokens, out of this rank]`."""
+
+    def __init__(self, product: Product, delta: Delta | None = None) -> None:
+        self._product = product
+        self._delta = delta
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """This rank's columns of the output."""
+        y = self._product(x)
+        return y if self._delta is None else self._delta(y, x)
+
+
+class RowParallelLinear:
+    """`y = all_reduce(product(x) + delta(x))`. `x [tokens, in of this rank]`, `y [tokens, out]`, whole on every rank."""
+
+    def __init__(self, product: Product, comm: CommGroup, delta: Delta | None = None) -> None:
+        self._product = product
+        self._delta = delta
+        self._comm = comm
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The whole output, the same on every rank."""
+        y = self._product(x)
+        if self._delta is not None:
+            y = self._delta(y, x)
+        return self._comm.all_reduce(y)

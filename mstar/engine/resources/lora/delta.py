@@ -1,0 +1,30 @@
+"""What a layer calls to add its target's delta over the current step."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from mstar.engine.resources.lora.pool import LoraAdapterPool
+
+
+class LoraLayerDelta:
+    """`y += delta(x)` for one target linear at one stack layer, over the current step.
+
+    A layer computes its base output, then calls this before anything consumes `y`: for a row-parallel linear, before its
+    all-reduce. `x [T, in]` and `y [T, out]` are this rank's shard. A step with no adapter row returns `y` untouched. The weight
+    views are resolved once, here; a call reads only the step's addressing.
+    """
+
+    def __init__(self, pool: LoraAdapterPool, target: str, layer_idx: int) -> None:
+        self._pool = pool
+        self._weights = pool.layer_weights(target, layer_idx)
+        self._grouping = pool.spec.target(target).row_grouping
+        self._backend = pool.backend
+
+    def __call__(self, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """Add the delta in place and return `y`."""
+        plan = self._pool.kernel_plan(self._grouping)
+        return y if plan is None else self._backend.add_delta(y, x, self._weights, plan)

@@ -1,0 +1,322 @@
+"""The host tier: adapters' weights in host memory, and the reader thread that fetches them.
+
+    served names ──ingest──► wanted ──reader──► ready ──last remove──► idle, kept until the tier needs the place (LRU)
+                                  └──────────► failed ─last remove──► forgotten, so that the next ingest reads again
+
+Files are read on reader threads alone, never on the step thread and never under the lock. A read longer than its bound has failed:
+its thread is left behind and a fresh one takes over. The tier's bound delays only reads that nobody waits for: one that an admit
+needs goes first, over the bound if it must (by at most `max_loras`).
+
+What the tier holds follows from the ingests and removes of its own rank, so it may differ between ranks; no slot decision reads it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Collection
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from mstar.engine.resources.lora.slots import FAILED, IN_FLIGHT, READY
+from mstar.errors import AdapterError, RequestError
+
+Copy = TypeVar("Copy")
+Cancelled = Callable[[], bool]
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a served name is read from, and the digest that its bytes must have."""
+
+    path: str
+    digest: str | None
+
+
+@dataclass
+class Entry(Generic[Copy]):
+    """One adapter in the tier. Invariant: `copy` is set exactly in state READY and is never written after."""
+
+    source: Source
+    state: int = IN_FLIGHT
+    copy: Copy | None = None
+    error: RequestError | None = None
+    holders: int = 0
+    seconds: float = 0.0
+
+
+@dataclass
+class _Task(Generic[Copy]):
+    """One read: for the tier (`name`), or to check a load (`future`)."""
+
+    source: Source
+    name: str | None = None
+    future: Future[Copy] | None = None
+    started: float | None = None
+    abandoned: bool = False
+
+
+class LoraAdapterStore(Generic[Copy]):
+    """Host copies of the served adapters on one rank.
+
+    `read(path, digest, cancelled)` runs on a reader thread and returns a copy or raises; it is the seam that tests replace.
+    `on_change(name)` is called, on the reader thread and outside the lock, whenever a copy came in or failed.
+    """
+
+    def __init__(
+        self,
+        read: Callable[[str, str | None, Cancelled], Copy],
+        *,
+        capacity: int,
+        read_timeout_s: float = 30.0,
+        on_change: Callable[[str], None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._read = read
+        self._capacity = capacity
+        self._read_timeout_s = read_timeout_s
+        self._on_change = on_change or (lambda name: None)
+        self._clock = clock
+        self._lock = threading.Condition()
+        self._served: dict[str, Source] = {}
+        self._entries: OrderedDict[str, Entry[Copy]] = OrderedDict()  # least recently used first
+        self._queue: deque[_Task[Copy]] = deque()
+        self._running: _Task[Copy] | None = None
+        self._urgent: Collection[str] = frozenset()  # read ahead of the queue and over the bound
+        self._closed = False
+        self._num_reads = 0
+        self._num_failures = 0
+        self._thread: threading.Thread
+        self._start_thread()
+
+    # served names
+
+    def serve(self, name: str, path: str, digest: str | None = None) -> None:
+        """Make `name` servable from `path`; nothing is read until a request names it. Raises AdapterError where it is served."""
+        with self._lock:
+            if name in self._served:
+                raise AdapterError(f"the adapter {name!r} is served already", code="adapter_already_loaded", status=409)
+            self._served[name] = Source(path, digest)
+
+    def serves(self, name: str) -> bool:
+        """Whether requests may name it."""
+        with self._lock:
+            return name in self._served
+
+    def forget(self, name: str) -> None:
+        """Drop the name and its copy."""
+        with self._lock:
+            self._served.pop(name, None)
+            self._drop(name)
+
+    def check(self, path: str, digest: str | None) -> Future[Copy]:
+        """Read `path` once, on the reader thread, and keep nothing here: the future has the copy or what refused it."""
+        future: Future[Copy] = Future()
+        with self._lock:
+            self._queue.append(_Task(Source(path, digest), future=future))
+            self._lock.notify_all()
+        return future
+
+    # the tier
+
+    def hold(self, name: str) -> None:
+        """A request naming `name` was ingested: keep its copy, start reading it if there is none."""
+        with self._lock:
+            entry = self._entries.get(name)
+            if entry is None:
+                source = self._served.get(name)
+                entry = Entry(source or Source("", None))
+                self._entries[name] = entry
+                if source is None:
+                    entry.state = FAILED
+                    entry.error = AdapterError(f"the adapter {name!r} is not served on this rank", code="adapter_not_served", status=404)
+                else:
+                    self._queue.append(_Task(source, name=name))
+            entry.holders += 1
+            self._entries.move_to_end(name)
+            self._lock.notify_all()
+
+    def drop(self, name: str) -> None:
+        """The request was removed. A failed entry nobody holds is forgotten, so that the next request reads anew."""
+        with self._lock:
+            entry = self._entries.get(name)
+            if entry is None:
+                return
+            entry.holders -= 1
+            if entry.holders <= 0 and entry.state != READY:
+                self._drop(name)
+            self._trim()
+            self._lock.notify_all()
+
+    def state(self, name: str) -> int:
+        """READY, IN_FLIGHT or FAILED on this rank. A name the tier does not hold has failed."""
+        with self._lock:
+            entry = self._entries.get(name)
+            return FAILED if entry is None else entry.state
+
+    def error(self, name: str) -> RequestError:
+        """Why the read of `name` failed here, or a general word where another rank's did."""
+        with self._lock:
+            entry = self._entries.get(name)
+        if entry is not None and entry.error is not None:
+            return entry.error
+        return AdapterError(f"the adapter {name!r} could not be read on every rank", code="adapter_read_failed", status=500)
+
+    def copy(self, name: str) -> Copy:
+        """The copy of a READY name."""
+        with self._lock:
+            entry = self._entries[name]
+            if entry.copy is None:
+                raise AdapterError(f"no host copy of {name!r} is in", code="adapter_read_failed", status=500)
+            self._entries.move_to_end(name)
+            return entry.copy
+
+    def urge(self, names: Collection[str]) -> None:
+        """An admit needs these: read them next, whatever the tier's bound says."""
+        with self._lock:
+            wanted = set(names)
+            first = [task for task in self._queue if task.name in wanted]
+            rest = [task for task in self._queue if task.name not in wanted]
+            self._queue = deque(first + rest)
+            self._urgent = wanted
+            self._lock.notify_all()
+
+    def wait(self, names: Collection[str], timeout_s: float, idle: Callable[[], None] | None = None) -> bool:
+        """Block until none of `names` is in flight; False after `timeout_s`. `idle` runs now and then, outside the lock."""
+        self.urge(names)
+        deadline = self._clock() + timeout_s
+        while True:
+            self.expire()
+            with self._lock:
+                pending = [name for name in names if name in self._entries and self._entries[name].state == IN_FLIGHT]
+                left = deadline - self._clock()
+                if not pending or left <= 0:
+                    return not pending
+                self._lock.wait(min(left, 0.02 if idle else 0.5))
+            if idle is not None:
+                idle()
+
+    # about
+
+    def host_names(self) -> list[str]:
+        """Names whose copy is in."""
+        with self._lock:
+            return [name for name, entry in self._entries.items() if entry.state == READY]
+
+    def counts(self) -> tuple[int, int]:
+        """Reads finished and reads failed so far."""
+        with self._lock:
+            return self._num_reads, self._num_failures
+
+    def expire(self) -> None:
+        """Fail a read that ran past its bound and put a fresh thread in place. Called from the step thread, now and then."""
+        with self._lock:
+            task = self._running
+            if task is None or task.started is None or self._clock() - task.started <= self._read_timeout_s:
+                return
+            task.abandoned = True
+            self._running = None
+            self._start_thread()
+        error = AdapterError(
+            f"reading {task.source.path} took longer than {self._read_timeout_s:g} s", code="adapter_read_timeout", status=503
+        )
+        self._settle(task, None, error)
+
+    def close(self) -> None:
+        """Stop the reader thread; a read under way is left behind (its thread is a daemon)."""
+        with self._lock:
+            self._closed = True
+            self._lock.notify_all()
+        self._thread.join(timeout=1.0)
+
+    # reader thread
+
+    def _start_thread(self) -> None:
+        self._thread = threading.Thread(target=self._run, name="mstar-reader", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                task = self._next_task()
+                while task is None:
+                    if self._closed or self._thread is not threading.current_thread():
+                        return
+                    self._lock.wait()
+                    task = self._next_task()
+                task.started = self._clock()
+                self._running = task
+            copy: Copy | None = None
+            error: RequestError | None = None
+            try:
+                copy = self._read(task.source.path, task.source.digest, lambda task=task: task.abandoned)  # type: ignore[misc]
+            except RequestError as refused:
+                error = refused
+            except Exception as crashed:  # a reader's bug or an OSError fails this read; the tier goes on
+                log.exception("reading %s failed", task.source.path)
+                error = AdapterError(f"reading the adapter failed: {crashed}", code="adapter_read_failed", status=500)
+            with self._lock:
+                if task.abandoned:
+                    return
+                self._running = None
+            self._settle(task, copy, error)
+
+    def _next_task(self) -> _Task[Copy] | None:
+        """The first task that may run: the tier's bound holds back reads that no admit waits for."""
+        self._trim()
+        copies = sum(1 for entry in self._entries.values() if entry.state == READY)
+        for position, task in enumerate(self._queue):
+            if task.name is None or copies < self._capacity or task.name in self._urgent:
+                del self._queue[position]
+                return task
+        return None
+
+    def _settle(self, task: _Task[Copy], copy: Copy | None, error: RequestError | None) -> None:
+        if task.future is not None:
+            if error is not None:
+                task.future.set_exception(error)
+            elif copy is not None:
+                task.future.set_result(copy)
+            return
+        name = task.name
+        if name is None:
+            return
+        with self._lock:
+            self._num_reads += 1
+            self._num_failures += error is not None
+            entry = self._entries.get(name)
+            if entry is not None and entry.source is task.source and entry.state == IN_FLIGHT:
+                entry.copy, entry.error = copy, error
+                entry.state = READY if error is None else FAILED
+                entry.seconds = self._clock() - (task.started or self._clock())
+                if entry.holders <= 0 and entry.state == FAILED:
+                    self._drop(name)
+            self._urgent = self._urgent - {name}
+            self._trim()
+            self._lock.notify_all()
+        if error is not None:
+            log.warning("adapter %s: %s", name, error)
+        self._on_change(name)
+
+    def _trim(self) -> None:
+        """Let go of the least recently used copies that no request holds, down to the bound."""
+        ready = [name for name, entry in self._entries.items() if entry.state == READY]
+        excess = len(ready) + self._wants_place() - self._capacity
+        for name in ready:
+            if excess <= 0:
+                return
+            if self._entries[name].holders <= 0:
+                self._drop(name)
+                excess -= 1
+
+    def _wants_place(self) -> int:
+        return 1 if any(task.name is not None for task in self._queue) else 0
+
+    def _drop(self, name: str) -> None:
+        self._entries.pop(name, None)
+        self._queue = deque(task for task in self._queue if task.name != name)

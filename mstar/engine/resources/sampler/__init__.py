@@ -1,0 +1,1 @@
+"""Choosing each row's next token, alike on every rank."""

@@ -1,0 +1,152 @@
+"""One decoder for the Llama line, this rank's shard of it, over a packed batch of any rows.
+
+Owned by the rank's step thread. Attention and the LoRA deltas come in through their seams; nothing here knows requests.
+
+    tokens [T] -> embedding (vocabulary cut, sum) -> x [T, hidden], whole on every rank
+      per layer   x += o_proj(attention(rotate(qkv_proj(norm(x)))))         qkv fused, heads cut; one all-reduce
+                  x += down_proj(silu(gate) * up of gate_up_proj(norm(x)))  gate and up fused, cut; one all-reduce
+    rows that need logits -> norm -> lm_head (vocabulary cut, gathered) -> [L, vocab] float32, the same bits on every rank
+
+Roundings follow transformers step by step (norms in float32, cast, then scaled; cos and sin in the model's dtype), so bfloat16
+agrees as closely as two orders of the same sums can.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mstar.distributed.comm import CommGroup
+from mstar.distributed.linear import ColumnParallelLinear, Delta, Product, RowParallelLinear
+from mstar.distributed.shards import even_cuts, plan_heads
+from mstar.engine.resources.attention.base import AttentionBackend
+from mstar.models.arch import ModelArch
+from mstar.models.rope import Rope, rotate
+
+LayerDeltas = Callable[[str, int], Delta]  # (target, layer_idx) -> the delta of that linear: the LoRA pool's layer_delta
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """One layer's shard. Norms are whole: `[hidden]`; `qk_norm [q + kv heads of this rank, head_dim]` or None."""
+
+    input_norm: Tensor
+    qkv: Product
+    qk_norm: Tensor | None
+    o: Product
+    post_norm: Tensor
+    gate_up: Product
+    down: Product
+
+
+@dataclass(frozen=True)
+class DecoderWeights:
+    """This rank's shard of the model. `embedding` and `lm_head` `[vocabulary of this rank, hidden]`: one tensor where heads are tied.
+
+    `tensors` are all of them, each once, for counting bytes.
+    """
+
+    embedding: Tensor
+    layers: tuple[LayerWeights, ...]
+    final_norm: Tensor
+    lm_head: Tensor
+    tensors: tuple[Tensor, ...]
+
+
+class Decoder:
+    """This rank's shard of `arch`, ready to run. `deltas` None builds a decoder without LoRA."""
+
+    def __init__(
+        self,
+        arch: ModelArch,
+        weights: DecoderWeights,
+        comm: CommGroup,
+        rope: Rope,
+        attention: AttentionBackend,
+        deltas: LayerDeltas | None,
+    ) -> None:
+        self.arch = arch
+        self.weights = weights
+        self.attention = attention
+        self._comm = comm
+        self._rope = rope
+        self._vocab_cuts = even_cuts(arch.vocab_size, comm.tp_size)
+        self._layers = tuple(_Layer(arch, index, layer, comm, attention, deltas) for index, layer in enumerate(weights.layers))
+
+    @torch.inference_mode()
+    def forward(self, tokens: Tensor, positions: Tensor, logits_rows: Tensor) -> Tensor:
+        """Run one step's packed tokens; the attention backend's `plan` for it comes first.
+
+        `tokens [T]`, `positions [T]`, `logits_rows [L]` (indices into the packed tokens), all int64 on the device. Returns
+        logits `[L, vocab]` float32, the same bits on every rank. Raises WorkerError when a collective fails.
+        """
+        x = self._embed(tokens)
+        cos, signed_sin = self._rope.tables(positions)
+        for layer in self._layers:
+            x = layer.forward(x, cos, signed_sin)
+        x = x.index_select(0, logits_rows)
+        local = F.linear(_rms_norm(x, self.weights.final_norm, self.arch.rms_norm_eps), self.weights.lm_head)
+        return self._comm.all_gather_columns(local, self._vocab_cuts).float()
+
+    def _embed(self, tokens: Tensor) -> Tensor:
+        """Look up `tokens [T]` in the ranks' shards of the vocabulary: a token elsewhere counts zero here, the sum is whole."""
+        if self._comm.tp_size == 1:
+            return F.embedding(tokens, self.weights.embedding)
+        start, stop = self._vocab_cuts[self._comm.tp_rank]
+        elsewhere = (tokens < start) | (tokens >= stop)
+        x = F.embedding((tokens - start).masked_fill_(elsewhere, 0), self.weights.embedding)
+        return self._comm.all_reduce(x.masked_fill_(elsewhere[:, None], 0))
+
+
+class _Layer:
+    """One transformer layer of this rank."""
+
+    def __init__(
+        self,
+        arch: ModelArch,
+        layer_idx: int,
+        weights: LayerWeights,
+        comm: CommGroup,
+        attention: AttentionBackend,
+        deltas: LayerDeltas | None,
+    ) -> None:
+        def delta(target: str) -> Delta | None:
+            return None if deltas is None else deltas(target, layer_idx)
+
+        self._layer_idx = layer_idx
+        self._weights = weights
+        self._attention = attention
+        self._eps = arch.rms_norm_eps
+        self._head_dim = arch.head_dim
+        plan = plan_heads(arch.num_heads, arch.num_kv_heads, comm.tp_size)
+        first_q, last_q = plan.q_ranges[comm.tp_rank]
+        first_kv, last_kv = plan.kv_ranges[comm.tp_rank]
+        self._num_heads = last_q - first_q
+        self._num_kv_heads = last_kv - first_kv
+        self._qkv = ColumnParallelLinear(weights.qkv, delta("qkv_proj"))
+        self._o = RowParallelLinear(weights.o, comm, delta("o_proj"))
+        self._gate_up = ColumnParallelLinear(weights.gate_up, delta("gate_up_proj"))
+        self._down = RowParallelLinear(weights.down, comm, delta("down_proj"))
+
+    def forward(self, x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
+        """Add this layer to the residual `x [T, hidden]` in place; `cos`, `signed_sin [T, 1, head_dim]`."""
+        qkv = self._qkv(_rms_norm(x, self._weights.input_norm, self._eps))
+        heads = qkv.view(x.shape[0], -1, self._head_dim)
+        to_rotate = heads[:, : self._num_heads + self._num_kv_heads]  # q and k heads, turned together
+        if self._weights.qk_norm is not None:
+            to_rotate = _rms_norm(to_rotate, self._weights.qk_norm, self._eps)
+        rotated = rotate(to_rotate, cos, signed_sin)
+        q, k = rotated[:, : self._num_heads], rotated[:, self._num_heads :]
+        v = heads[:, self._num_heads + self._num_kv_heads :]
+        x.add_(self._o(self._attention.forward(self._layer_idx, q, k, v)))
+        gate, up = self._gate_up(_rms_norm(x, self._weights.post_norm, self._eps)).chunk(2, dim=-1)
+        return x.add_(self._down(F.silu(gate).mul_(up)))
+
+
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Root-mean-square norm over the last dimension: float32 inside, cast to `x`'s dtype, then scaled, as transformers rounds."""
+    return F.rms_norm(x, (x.shape[-1],), None, eps) * weight

@@ -1,0 +1,66 @@
+"""Everything about a configuration that can be found wrong before any process starts. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+from mstar.adapters import AdapterLimits, BaseShapes, inspect_adapter, resolve_path
+from mstar.config import ServeConfig
+from mstar.distributed.shards import plan_heads
+from mstar.errors import ConfigError, RequestError
+from mstar.models.arch import ModelArch, load_arch
+
+DEFAULT_MAX_MODEL_LEN = 8192
+
+log = logging.getLogger(__name__)
+
+
+def preflight(config: ServeConfig) -> ServeConfig:
+    """Check `config` against the model and the adapters; returns it with `max_model_len` filled in. Raises ConfigError."""
+    arch = load_arch(config.model)
+    folder = Path(config.model)
+    if not any(folder.glob("*.safetensors")):
+        raise ConfigError(f"model {config.model}: the folder has no .safetensors file")
+    tokenizer = Path(config.tokenizer or config.model)
+    if not (tokenizer / "tokenizer.json").is_file():
+        raise ConfigError(f"tokenizer {tokenizer}: the folder has no tokenizer.json")
+    if config.chat_template is not None and not Path(config.chat_template).is_file():
+        raise ConfigError(f"chat_template {config.chat_template}: there is no such file")
+    plan_heads(arch.num_heads, arch.num_kv_heads, config.tensor_parallel_size)
+    for root in config.lora_root:
+        if not Path(root).is_dir():
+            raise ConfigError(f"lora_root {root}: there is no such folder")
+    _check_adapters(config)
+    return config.model_copy(update={"max_model_len": _max_model_len(config, arch)})
+
+
+def _max_model_len(config: ServeConfig, arch: ModelArch) -> int:
+    longest = config.max_model_len or min(arch.max_position_embeddings, DEFAULT_MAX_MODEL_LEN)
+    if longest > arch.max_position_embeddings:
+        raise ConfigError(f"max_model_len is {longest}, the model has {arch.max_position_embeddings} positions")
+    if config.num_gpu_blocks_override is None:
+        return longest
+    room = config.num_gpu_blocks_override * config.block_size
+    if room >= longest:
+        return longest
+    if config.max_model_len is not None:
+        raise ConfigError(
+            f"max_model_len is {longest}, but num_gpu_blocks_override {config.num_gpu_blocks_override} × block_size {config.block_size} "
+            f"holds {room} tokens: one request of that length could never run"
+        )
+    return room
+
+
+def _check_adapters(config: ServeConfig) -> None:
+    if not config.lora_modules:
+        return
+    base = BaseShapes.from_config(json.loads((Path(config.model) / "config.json").read_text(encoding="utf-8")))
+    roots = tuple(Path(root) for root in config.adapter_roots)
+    limits = AdapterLimits(max_lora_rank=config.max_lora_rank, roots=roots)
+    for module in config.lora_modules:
+        try:
+            inspect_adapter(resolve_path(module.path, roots), base, limits)
+        except RequestError as error:
+            raise ConfigError(f"lora_modules {module.name!r} ({module.path}): {error.message}") from None

@@ -1,0 +1,173 @@
+"""Messages between the front and the ranks. One ordered channel per rank; see docs/architecture.md for who acts on what."""
+
+from __future__ import annotations
+
+import msgspec
+
+from mstar.types import SamplingParams, TokenLogprobs
+
+
+class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Base of both directions: frozen, unknown fields refused."""
+
+
+# front → every rank
+
+
+class Ingest(_Message, tag="ingest"):
+    """Open a request. `output` are tokens sent before, where it resumes; `sampling` None is a pin."""
+
+    rid: str
+    prompt: tuple[int, ...]
+    sampling: SamplingParams | None
+    output: tuple[int, ...] = ()
+    adapter: str | None = None  # the generation's name inside ranks
+    cache_key: bytes = b""  # the weights' digest
+
+
+class Load(_Message, tag="load"):
+    """Serve an adapter. `verify` reads and checks it first; without, the front has checked it and nothing is read until named."""
+
+    load_id: int
+    name: str
+    path: str
+    digest: str
+    verify: bool
+    has_something: bool
+
+
+class Unload(_Message, tag="unload"):
+    """Stop serving a generation to new requests."""
+
+    name: str
+
+
+class AskStatus(_Message, tag="ask_status"):
+    """Send a `Status` now."""
+
+    token: int
+
+
+class Stop(_Message, tag="stop"):
+    """End the process with exit status 0, after the step under way."""
+
+
+# front → leader only
+
+
+class Abort(_Message, tag="abort"):
+    """The client went away, or the front saw a stop string: becomes a Remove."""
+
+    rid: str
+
+
+ToRank = Ingest | Load | Unload | AskStatus | Stop | Abort
+
+
+# every rank → front
+
+
+class LoadResult(_Message, tag="load_result"):
+    """How a Load went on this rank; empty `code` is success."""
+
+    load_id: int
+    code: str = ""
+    message: str = ""
+    status: int = 400
+
+
+class SlotStatus(_Message, array_like=True):
+    """One device slot: the adapter generation a request would find there, and the requests that hold it."""
+
+    slot: int
+    adapter: str | None
+    holders: int
+
+
+class Stats(_Message, tag="stats"):
+    """Where a rank stands; about once a second, and at once as the answer to AskStatus (`token` > 0)."""
+
+    tp_rank: int
+    token: int
+    last_seq: int
+    slots: tuple[SlotStatus, ...]
+    host_adapters: tuple[str, ...]
+    kv_used: int
+    kv_cached: int
+    kv_free: int
+    num_requests: int
+    running: int
+    waiting: int
+    running_adapters: tuple[str, ...]
+    waiting_adapters: tuple[str, ...]
+    num_steps: int
+    num_agreements: int
+    num_installs: int
+    num_evictions: int
+    num_reads: int
+    num_read_failures: int
+    num_preemptions: int
+    longest_admit_s: float
+    dropped_frames: int
+    fingerprint: str
+
+
+# leader → front
+
+
+class TokenOut(_Message, array_like=True):
+    """One token of one request. `position` counts its output tokens from 0; a stop token ends the request and is not shown."""
+
+    rid: str
+    position: int
+    token_id: int
+    finish_reason: str | None = None  # "stop" or "length"
+    is_stop_token: bool = False
+    num_cached_tokens: int = 0
+    logprobs: TokenLogprobs | None = None
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+
+
+class Tokens(_Message, tag="tokens"):
+    """What one step gave, all requests together."""
+
+    seq: int
+    tokens: tuple[TokenOut, ...]
+
+
+class Failed(_Message, tag="failed"):
+    """A request ended without its tokens: its adapter could not be read on every rank, or its logits are not numbers."""
+
+    rid: str
+    message: str
+    code: str
+    status: int
+
+
+ToFront = LoadResult | Stats | Tokens | Failed
+
+
+# handshake, outside the numbered channel
+
+
+class RankReady(_Message, tag="rank_ready"):
+    """A rank can serve; repeated until it gets a Welcome."""
+
+    tp_rank: int
+    tp_size: int
+    pid: int
+    num_kv_pages: int
+    max_model_len: int
+    weights_bytes: int
+    slots_bytes: int
+    backend: str
+
+
+class Welcome(_Message, tag="welcome"):
+    """The front counts this rank in: both directions now start at seq 1 under `epoch`. `tp_rank` says whom it means."""
+
+    tp_rank: int
+    epoch: str
+
+
+Hello = RankReady | Welcome

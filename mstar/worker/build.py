@@ -1,0 +1,120 @@
+"""Builds one rank: collectives, weights, slots, pages, sockets. In the order in which memory is taken: slots before pages."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from mstar.adapters import BaseShapes
+from mstar.config import ServeConfig
+from mstar.distributed.comm import CommGroup, init_comm
+from mstar.distributed.shards import plan_heads
+from mstar.engine.resources.attention.torch_backend import TorchAttention
+from mstar.engine.resources.base import Resource
+from mstar.engine.resources.kv.cache import KvCache
+from mstar.engine.resources.kv.resource import KvResource, KvSpec
+from mstar.engine.resources.lora.pool import LoraAdapterPool
+from mstar.engine.runner import Runner
+from mstar.models.arch import ModelArch, load_arch
+from mstar.models.loader import load_decoder, weights_bytes
+from mstar.models.lora_targets import lora_spec
+from mstar.worker.launch import Launch
+from mstar.worker.model import TorchModel
+
+log = logging.getLogger(__name__)
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Rank:
+    """One rank, ready to step."""
+
+    launch: Launch
+    config: ServeConfig
+    tp_rank: int
+    arch: ModelArch
+    comm: CommGroup
+    runner: Runner
+    pool: LoraAdapterPool | None
+    kv: KvResource
+    max_model_len: int
+    weights_bytes: int
+    slots_bytes: int
+
+
+def build_rank(launch: Launch, tp_rank: int, on_copy: Callable[[str], None]) -> Rank:
+    """Join the instance and load this rank's shard. Raises ConfigError, WorkerError."""
+    config = launch.config
+    tp_size = config.tensor_parallel_size
+    torch.set_num_threads(config.threads_per_rank or max(1, (os.cpu_count() or 1) // tp_size))
+    device = torch.device("cpu") if config.device == "cpu" else torch.device("cuda", tp_rank % torch.cuda.device_count())
+    comm = init_comm(tp_rank, tp_size, launch.store, device, config.stuck_rank_timeout_s, config.agreement_timeout_s)
+    arch = load_arch(config.model)
+    dtype = DTYPES[arch.dtype if config.dtype == "auto" else config.dtype]
+    max_model_len = config.max_model_len or min(arch.max_position_embeddings, 8192)
+    pool = _build_pool(config, arch, comm, dtype, device, on_copy) if config.enable_lora else None
+    heads = plan_heads(arch.num_heads, arch.num_kv_heads, tp_size)
+    first, last = heads.kv_ranges[tp_rank]
+    page_bytes = KvCache.page_bytes(arch.num_layers, config.block_size, last - first, arch.head_dim, dtype)
+    wanted = config.num_gpu_blocks_override or config.kv_cache_memory_bytes // tp_size // page_bytes
+    num_pages = comm.all_reduce_min(wanted)
+    cache = KvCache(arch.num_layers, num_pages, config.block_size, last - first, arch.head_dim, dtype, device)
+    attention = TorchAttention(cache, heads.kv_of_query(tp_rank), arch.head_dim**-0.5, arch.windows)
+    deltas = pool.layer_delta if pool is not None else None
+    decoder = load_decoder(config.model, arch, comm, dtype, device, max_model_len, attention, deltas)
+    kv = KvResource(KvSpec(num_pages, config.block_size, config.enable_prefix_caching), decides=tp_rank == 0)
+    resources: list[Resource] = [kv] if pool is None else [pool, kv]
+    runner = Runner(resources, TorchModel(decoder, attention, arch.eos_token_ids, device))
+    held = weights_bytes(decoder)
+    slots = 0 if pool is None else pool.size_bytes
+    log.info(
+        "TP rank %d: %.0f MB weights, %.0f MB slots (%d adapters of rank %d), %d KV pages of %d tokens (%.0f MB), %s on %s, %d threads",
+        tp_rank, held / 1e6, slots / 1e6, config.max_loras, config.max_lora_rank, num_pages, config.block_size,
+        num_pages * page_bytes / 1e6, str(dtype).removeprefix("torch."), device, torch.get_num_threads(),
+    )  # fmt: skip
+    return Rank(launch, config, tp_rank, arch, comm, runner, pool, kv, max_model_len, held, slots)
+
+
+def _build_pool(
+    config: ServeConfig, arch: ModelArch, comm: CommGroup, dtype: torch.dtype, device: torch.device, on_copy: Callable[[str], None]
+) -> LoraAdapterPool:
+    spec = lora_spec(
+        arch,
+        comm.tp_size,
+        max_loras=config.max_loras,
+        max_lora_rank=config.max_lora_rank,
+        max_cpu_loras=config.host_tier_size,
+    )
+    base = BaseShapes.from_config(json.loads((Path(config.model) / "config.json").read_text(encoding="utf-8")))
+    spec = dataclasses.replace(
+        spec,
+        base=base,
+        roots=config.adapter_roots,
+        read_timeout_s=config.lora_read_timeout_s,
+        hint_wait_s=config.hint_wait_s,
+        copy_wait_s=(config.lora_read_timeout_s + config.agreement_timeout_s) / 2,
+    )
+    width = config.max_num_seqs
+
+    def agree(statuses: list[int]) -> list[int]:
+        """One MAX all-reduce of a vector of fixed size: a step has at most as many misses as rows."""
+        return comm.agree_max([*statuses, *([0] * (width - len(statuses)))])
+
+    return LoraAdapterPool(
+        spec,
+        device,
+        comm.tp_rank,
+        comm.tp_size,
+        dtype=dtype,
+        agree=agree if comm.tp_size > 1 else None,
+        decides=comm.tp_rank == 0,
+        on_copy=on_copy,
+    )

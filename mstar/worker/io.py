@@ -1,0 +1,349 @@
+"""The io thread of a rank: owns the sockets, beats, and does nothing but enqueue.
+
+    front  ◄── DEALER ──►  this rank  ◄── ROUTER (leader) / DEALER (follower) ──►  the other ranks
+
+What comes in is put into one inbox that the step thread drains; what goes out is handed over in a deque and numbered here. A broken
+protocol is put into the inbox as `Fatal`; should the step thread not take it within a bound (it may sit in a collective), the
+process ends here.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import zmq
+
+from mstar.errors import MstarError, ProtocolError, WorkerError
+from mstar.wire import front_rank, leader_follower
+from mstar.wire.channel import MAX_FRAME_BYTES, HelloReader, Receiver, Sender, seal_hello
+
+BEAT_S = 0.2
+FRONT_SILENT_S = 2.0
+EXIT_GRACE_S = 5.0
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class FromFront:
+    """A message of the front, under the present front's epoch."""
+
+    message: front_rank.ToRank
+
+
+@dataclass(frozen=True)
+class FrontChanged:
+    """A front counts this rank in: a new one, or the first. Requests of the one before are gone."""
+
+    epoch: str
+
+
+@dataclass(frozen=True)
+class FromLeader:
+    """A message of the leader, in its order."""
+
+    message: leader_follower.ToFollower
+
+
+@dataclass(frozen=True)
+class FromFollower:
+    """A hint or fault of a follower."""
+
+    message: leader_follower.ToLeader
+
+
+@dataclass(frozen=True)
+class CopyIn:
+    """This rank's reader finished a read."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class LoadDone:
+    """A load that the front asked for has ended on the reader thread."""
+
+    load_id: int
+    future: Future[None]
+
+
+@dataclass(frozen=True)
+class Fatal:
+    """The process must end with this error."""
+
+    error: Exception
+
+
+Event = FromFront | FrontChanged | FromLeader | FromFollower | CopyIn | LoadDone | Fatal
+
+
+class RankIo:
+    """Sockets and channels of one rank. All public methods but `start` are for the step thread (and `put` for any)."""
+
+    def __init__(self, instance_epoch: str, tp_rank: int, tp_size: int, front_endpoint: str, ready: front_rank.RankReady) -> None:
+        self._epoch = instance_epoch
+        self._tp_rank = tp_rank
+        self._tp_size = tp_size
+        self._front_endpoint = front_endpoint
+        self._ready = ready
+        self._context = zmq.Context()
+        self._inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._outbox: deque[tuple[str, msgspec.Struct]] = deque()
+        self._wake_in, self._wake_out = self._wake_pair()
+        self._front = self._socket(zmq.DEALER, f"rank-{tp_rank}".encode())
+        self._peer: zmq.Socket[bytes] | None = None
+        self._greeted = threading.Event()
+        self._front_sender: Sender | None = None
+        self._front_receiver: Receiver[front_rank.ToRank] | None = None
+        self._front_heard = 0.0
+        self._hello_front: HelloReader[front_rank.Hello] = HelloReader(front_rank.Hello)
+        self._hello_peer: HelloReader[leader_follower.Hello] = HelloReader(leader_follower.Hello)
+        self._peer_senders: dict[bytes, Sender] = {}
+        self._peer_receivers: dict[bytes, Receiver[Any]] = {}
+        self._num_dropped = 0
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="mstar-io", daemon=True)
+
+    # set-up
+
+    def bind_leader(self, endpoint: str) -> str:
+        """Rank 0: bind for the followers; returns the endpoint as bound."""
+        self._peer = self._socket(zmq.ROUTER)
+        self._peer.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._peer.bind(endpoint)
+        return self._peer.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    def connect_leader(self, endpoint: str) -> None:
+        """A follower: connect to rank 0."""
+        self._peer = self._socket(zmq.DEALER, f"follower-{self._tp_rank}".encode())
+        self._peer.connect(endpoint)
+        self._peer_senders[b""] = Sender(self._epoch)
+        self._peer_receivers[b""] = Receiver(self._epoch, leader_follower.ToFollower, "the leader")
+
+    def start(self, timeout_s: float) -> None:
+        """Start the thread; returns when leader and followers greeted each other. Raises WorkerError after `timeout_s`."""
+        if self._tp_size == 1:
+            self._greeted.set()
+        self._thread.start()
+        if not self._greeted.wait(timeout_s):
+            raise WorkerError(f"TP rank {self._tp_rank}: leader and followers did not find each other within {timeout_s:g} s")
+
+    # step thread
+
+    def get(self, timeout_s: float | None) -> Event | None:
+        """The next event; None if none came in time (0: do not wait)."""
+        try:
+            if timeout_s == 0:
+                return self._inbox.get_nowait()
+            return self._inbox.get(timeout=timeout_s)
+        except queue.Empty:
+            return None
+
+    def put(self, event: Event) -> None:
+        """Any thread: hand the step thread an event of this rank's own."""
+        self._inbox.put(event)
+
+    def to_front(self, message: front_rank.ToFront) -> None:
+        """Send to the present front; dropped while there is none."""
+        self._hand_over("front", message)
+
+    def to_followers(self, message: leader_follower.ToFollower) -> None:
+        """Leader: send to every follower, in order."""
+        if self._tp_size > 1:
+            self._hand_over("peers", message)
+
+    def to_leader(self, message: leader_follower.ToLeader) -> None:
+        """Follower: send to the leader."""
+        self._hand_over("peers", message)
+
+    def num_dropped(self) -> int:
+        """Frames of strangers and other epochs so far."""
+        return self._num_dropped
+
+    def close(self) -> None:
+        """Send what is handed over, then stop the thread and close the sockets."""
+        self._stopping = True
+        self._wake_out.send(b"")
+        self._thread.join(timeout=2.0)
+        self._context.destroy(linger=500)
+
+    # io thread
+
+    def _run(self) -> None:
+        try:
+            self._loop()
+        except Exception as error:
+            self._inbox.put(Fatal(error if isinstance(error, MstarError) else WorkerError(f"io thread: {error!r}")))
+            if not isinstance(error, MstarError):
+                log.error("io thread: %s", traceback.format_exc())
+            if not self._stopping:
+                time.sleep(EXIT_GRACE_S)  # the step thread normally ends the process well before
+                log.error("TP rank %d: ending, the step thread did not react to: %s", self._tp_rank, error)
+                os._exit(4)
+
+    def _loop(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._wake_in, zmq.POLLIN)
+        poller.register(self._front, zmq.POLLIN)
+        if self._peer is not None:
+            poller.register(self._peer, zmq.POLLIN)
+        next_beat = 0.0
+        connected = False
+        while True:
+            if not connected and self._greeted.is_set():
+                self._front.connect(self._front_endpoint)
+                connected = True
+            ready = dict(poller.poll(max(1, int((next_beat - time.monotonic()) * 1000)) if next_beat else 1))
+            if self._wake_in in ready:
+                self._drain(self._wake_in)
+            if self._peer is not None and self._peer in ready:
+                self._receive_peers()
+            if self._front in ready:
+                self._receive_front()
+            self._send_all()
+            if self._stopping and not self._outbox:
+                return
+            if time.monotonic() >= next_beat:
+                next_beat = time.monotonic() + BEAT_S
+                self._beat()
+
+    def _beat(self) -> None:
+        silent = time.monotonic() - self._front_heard > FRONT_SILENT_S
+        if self._greeted.is_set() and (self._front_sender is None or silent):
+            self._send(self._front, [seal_hello(self._epoch, self._ready)])
+        if self._front_sender is not None:
+            self._send(self._front, [self._front_sender.beat()])
+        if self._peer is None:
+            return
+        if self._tp_rank != 0 and not self._greeted.is_set():
+            self._send(self._peer, [seal_hello(self._epoch, leader_follower.FollowerHello(self._tp_rank))])
+        for identity, sender in self._peer_senders.items():
+            if self._greeted.is_set():
+                self._send(self._peer, [identity, sender.beat()] if identity else [sender.beat()])
+
+    def _receive_front(self) -> None:
+        for parts in self._drain(self._front):
+            data = parts[-1]
+            hello = self._hello_front.open(data)
+            if hello is not None:
+                self._welcome(*hello)
+            elif self._front_receiver is not None:
+                before = self._front_receiver.num_dropped
+                message = self._front_receiver.open(data)
+                if self._front_receiver.num_dropped == before:
+                    self._front_heard = time.monotonic()
+                else:
+                    self._num_dropped += 1
+                if message is not None:
+                    self._inbox.put(FromFront(message))
+            else:
+                self._num_dropped += 1
+
+    def _welcome(self, epoch: str, message: front_rank.Hello) -> None:
+        if epoch != self._epoch or not isinstance(message, front_rank.Welcome) or message.tp_rank != self._tp_rank:
+            self._num_dropped += 1
+            return
+        self._front_heard = time.monotonic()
+        if self._front_sender is not None and self._front_sender.epoch == message.epoch:
+            return
+        self._outbox = deque(item for item in self._outbox if item[0] != "front")
+        self._front_sender = Sender(message.epoch)
+        self._front_receiver = Receiver(message.epoch, front_rank.ToRank, "the front")
+        self._inbox.put(FrontChanged(message.epoch))
+
+    def _receive_peers(self) -> None:
+        assert self._peer is not None
+        for parts in self._drain(self._peer):
+            identity = parts[0] if len(parts) > 1 else b""
+            data = parts[-1]
+            hello = self._hello_peer.open(data)
+            if hello is not None:
+                self._greet(identity, *hello)
+                continue
+            receiver = self._peer_receivers.get(identity)
+            if receiver is None:
+                self._num_dropped += 1
+                continue
+            dropped = receiver.num_dropped
+            message = receiver.open(data)
+            self._num_dropped += receiver.num_dropped - dropped
+            if message is not None:
+                self._inbox.put(FromFollower(message) if self._tp_rank == 0 else FromLeader(message))
+
+    def _greet(self, identity: bytes, epoch: str, message: leader_follower.Hello) -> None:
+        if epoch != self._epoch:
+            self._num_dropped += 1
+        elif isinstance(message, leader_follower.FollowerHello) and self._tp_rank == 0 and 0 < message.tp_rank < self._tp_size:
+            if identity not in self._peer_senders:
+                self._peer_senders[identity] = Sender(self._epoch)
+                self._peer_receivers[identity] = Receiver(self._epoch, leader_follower.ToLeader, f"follower {message.tp_rank}")
+            assert self._peer is not None
+            self._send(self._peer, [identity, seal_hello(self._epoch, leader_follower.LeaderGreeting(message.tp_rank))])
+            if len(self._peer_senders) == self._tp_size - 1:
+                self._greeted.set()
+        elif isinstance(message, leader_follower.LeaderGreeting) and message.tp_rank == self._tp_rank:
+            self._greeted.set()
+        else:
+            self._num_dropped += 1
+
+    def _send_all(self) -> None:
+        while self._outbox:
+            way, message = self._outbox.popleft()
+            if way == "front":
+                if self._front_sender is not None:
+                    self._send(self._front, [self._front_sender.seal(message)])
+            else:
+                assert self._peer is not None
+                for identity, sender in self._peer_senders.items():
+                    frame = sender.seal(message)
+                    self._send(self._peer, [identity, frame] if identity else [frame])
+
+    def _send(self, socket: zmq.Socket[bytes], parts: Sequence[bytes]) -> None:
+        try:
+            socket.send_multipart(parts, zmq.NOBLOCK)
+        except zmq.Again:
+            if socket is self._front:
+                return  # the front is gone or drowns; its next epoch starts anew, and a gap shows it
+            raise ProtocolError(f"TP rank {self._tp_rank}: a peer rank does not take messages") from None
+        except zmq.ZMQError as error:
+            raise ProtocolError(f"TP rank {self._tp_rank}: a peer rank is not reachable: {error}") from None
+
+    def _drain(self, socket: zmq.Socket[bytes]) -> list[list[bytes]]:
+        frames = []
+        while True:
+            try:
+                frames.append(socket.recv_multipart(zmq.NOBLOCK))
+            except zmq.Again:
+                return frames
+
+    def _hand_over(self, way: str, message: msgspec.Struct) -> None:
+        self._outbox.append((way, message))
+        self._wake_out.send(b"")
+
+    def _wake_pair(self) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
+        inner, outer = self._context.socket(zmq.PULL), self._context.socket(zmq.PUSH)
+        inner.set_hwm(0)
+        outer.set_hwm(0)
+        inner.bind("inproc://wake")
+        outer.connect("inproc://wake")
+        return inner, outer
+
+    def _socket(self, kind: int, identity: bytes | None = None) -> zmq.Socket[bytes]:
+        socket: zmq.Socket[bytes] = self._context.socket(kind)
+        socket.setsockopt(zmq.LINGER, 500)
+        socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+        socket.set_hwm(100_000)
+        if identity is not None:
+            socket.setsockopt(zmq.IDENTITY, identity)
+        return socket
