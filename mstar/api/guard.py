@@ -17,6 +17,7 @@ from mstar.config import ServeConfig
 from mstar.errors import RequestError
 
 audit_logger = logging.getLogger("mstar.audit")
+audit_logger.setLevel(logging.INFO)  # whatever log_level is
 
 _ADMIN_PATHS = frozenset((LOAD_PATH, UNLOAD_PATH))
 _OPEN_PATHS = frozenset(("/health", "/ready", "/ping", "/version", "/metrics"))
@@ -59,7 +60,7 @@ class Guard:
             client = scope.get("client") or ("?",)
             code = scope.get("mstar.error_code", "ok" if status == 200 else "-")
             audit_logger.info(
-                "%s %s from %s %s -> %d %s", scope["method"], scope["path"], client[0], scope.get("mstar.audit", ""), status, code
+                "%s %s from %s %s -> %d %s", scope["method"], scope["path"], client[0], scope.get("mstar.audit", "-"), status, code
             )
 
 

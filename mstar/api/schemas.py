@@ -18,6 +18,7 @@ Text = Annotated[str, Strict()]
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1000
 _INT64 = 1 << 63
+_PRINTABLE = r"^[^\x00-\x1f\x7f]+$"  # no control characters: names go into logs, metrics and paths
 
 
 class StreamOptions(BaseModel):
@@ -131,8 +132,8 @@ class LoadAdapterRequest(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    lora_name: Text = Field(min_length=1, max_length=256)
-    lora_path: Text = Field(min_length=1, max_length=4096)
+    lora_name: Text = Field(min_length=1, max_length=256, pattern=_PRINTABLE)
+    lora_path: Text = Field(min_length=1, max_length=4096, pattern=_PRINTABLE)
     load_inplace: Bool = False
     pinned: Bool = False
 
@@ -142,5 +143,5 @@ class UnloadAdapterRequest(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    lora_name: Text = Field(min_length=1, max_length=256)
+    lora_name: Text = Field(min_length=1, max_length=256, pattern=_PRINTABLE)
     lora_int_id: Int | None = None

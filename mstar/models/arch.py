@@ -23,7 +23,12 @@ _FAMILIES = {
 }
 _ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 _DTYPES = ("float32", "bfloat16", "float16")
-_DEFAULT_EOS = {"llama": 2, "mistral": 2}  # what transformers assumes where the file is silent
+
+# What transformers assumes where the file is silent (a null is not silence).
+_DEFAULT_EOS = {"llama": 2, "mistral": 2}
+_DEFAULT_KV_HEADS = {"mistral": 8, "qwen2": 32, "qwen3": 32}
+_DEFAULT_HEAD_DIM = {"qwen3": 128}
+_DEFAULT_WINDOW = {"mistral": 4096}
 
 
 @dataclass(frozen=True)
@@ -72,8 +77,8 @@ def arch_from_config(config: Mapping[str, Any], generation: Mapping[str, Any], w
     """The architecture that a parsed `config.json` describes; `where` names the file in messages. Raises ConfigError."""
     fields = _Fields(config, where)
     family = _family(fields)
-    num_layers, num_heads = fields.count("num_hidden_layers"), fields.count("num_attention_heads")
-    hidden_size = fields.count("hidden_size")
+    num_layers, hidden_size = fields.count("num_hidden_layers"), fields.count("hidden_size")
+    num_heads, num_kv_heads, head_dim = _heads(fields, family, hidden_size)
     rope = _rope(fields)
     _refuse_unknown(fields)
     attention_bias = family in ("llama", "qwen3") and fields.flag("attention_bias")
@@ -84,8 +89,8 @@ def arch_from_config(config: Mapping[str, Any], generation: Mapping[str, Any], w
         intermediate_size=fields.count("intermediate_size"),
         num_layers=num_layers,
         num_heads=num_heads,
-        num_kv_heads=fields.count("num_key_value_heads", num_heads),
-        head_dim=fields.count("head_dim", 128 if family == "qwen3" else hidden_size // num_heads),
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
         rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
         max_position_embeddings=fields.count("max_position_embeddings"),
         tie_word_embeddings=fields.flag("tie_word_embeddings"),
@@ -157,6 +162,19 @@ def _family(fields: _Fields) -> str:
     return _FAMILIES[name]
 
 
+def _heads(fields: _Fields, family: str, hidden_size: int) -> tuple[int, int, int]:
+    """Query heads, KV heads and the size of a head."""
+    num_heads = fields.count("num_attention_heads")
+    silent = "num_key_value_heads" not in fields.values
+    num_kv_heads = fields.count("num_key_value_heads", _DEFAULT_KV_HEADS.get(family, num_heads) if silent else num_heads)
+    if num_heads % num_kv_heads:
+        raise fields.wrong("num_key_value_heads", num_kv_heads, f"a divisor of num_attention_heads = {num_heads}")
+    head_dim = fields.count("head_dim", _DEFAULT_HEAD_DIM.get(family, hidden_size // num_heads))
+    if head_dim % 2:
+        raise fields.wrong("head_dim", head_dim, "an even number: rotary positions turn pairs")
+    return num_heads, num_kv_heads, head_dim
+
+
 def _refuse_unknown(fields: _Fields) -> None:
     """Fields that change the numbers in a way that this decoder does not compute."""
     if fields.get("hidden_act") not in (None, "silu"):
@@ -170,10 +188,10 @@ def _refuse_unknown(fields: _Fields) -> None:
 def _windows(fields: _Fields, family: str, num_layers: int) -> tuple[int | None, ...]:
     """Each layer's sliding window. Mistral: all layers alike; Qwen: only where switched on, from `max_window_layers` up."""
     everywhere: tuple[int | None, ...] = (None,) * num_layers
-    if family == "llama" or fields.get("sliding_window") is None:
+    if family == "llama" or fields.values.get("sliding_window", _DEFAULT_WINDOW.get(family)) is None:
         return everywhere
     if family == "mistral":
-        return (fields.count("sliding_window"),) * num_layers
+        return (fields.count("sliding_window", _DEFAULT_WINDOW[family]),) * num_layers
     if not fields.flag("use_sliding_window"):
         return everywhere
     window = fields.count("sliding_window")
