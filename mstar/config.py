@@ -50,19 +50,19 @@ class ServeConfig(BaseModel):
     block_size: int = Field(16, ge=1, description="Tokens in one KV page.")
     num_gpu_blocks_override: int | None = Field(None, ge=1, description="Number of KV pages. Default: from kv_cache_memory_bytes.")
     kv_cache_memory_bytes: int = Field(1 << 30, ge=1, description="Bytes of KV pages over all ranks where no number is given.")
-    enable_prefix_caching: bool = Field(True, description="Share KV pages between requests of one adapter with one prefix.")
+    enable_prefix_caching: bool = Field(default=True, description="Share KV pages between requests of one adapter with one prefix.")
     max_waiting_requests: int = Field(1024, ge=1, description="Requests waiting beyond this are answered 429.")
     max_passes: int = Field(16, ge=0, description="How many later requests may overtake one that waits for a slot or pages.")
 
     # LoRA
-    enable_lora: bool = Field(True, description="Build the adapter slots. Off: no slot memory, no LoRA work at all.")
+    enable_lora: bool = Field(default=True, description="Build the adapter slots. Off: no slot memory, no LoRA work at all.")
     lora_modules: tuple[LoraModule, ...] = Field((), description="Adapters to serve from the start.")
     max_loras: int = Field(8, ge=1, description="Adapter slots on the device: distinct adapters in one batch.")
     max_lora_rank: int = Field(64, ge=1, description="Largest adapter rank (r); any integer.")
     max_cpu_loras: int | None = Field(None, ge=1, description="Adapters in the host tier. Default: twice max_loras; at least max_loras.")
     max_registered_loras: int = Field(10_000, ge=1, description="Names that may be served at a time; a load beyond is refused.")
     lora_root: tuple[str, ...] = Field((), description="Folders that adapter folders may lie in. Default: those of lora_modules.")
-    enable_runtime_lora: bool = Field(False, description="Serve the load and unload routes; needs admin_key.")
+    enable_runtime_lora: bool = Field(default=False, description="Serve the load and unload routes; needs admin_key.")
 
     # HTTP
     host: str = Field("127.0.0.1", description="Address that the HTTP server binds.")
@@ -119,7 +119,7 @@ class ServeConfig(BaseModel):
             )
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
-                f"max_num_batched_tokens is {self.max_num_batched_tokens}, but every one of max_num_seqs = {self.max_num_seqs} rows needs one"
+                f"max_num_batched_tokens is {self.max_num_batched_tokens}, but each of max_num_seqs = {self.max_num_seqs} rows needs one"
             )
         return self
 

@@ -29,9 +29,7 @@ class RequestError(MstarError):
     `status` is the HTTP status, `code` the string code of OpenAI's error body, `param` the request field at fault.
     """
 
-    def __init__(
-        self, message: str, *, code: str = "invalid_request", param: str | None = None, status: int = 400
-    ) -> None:
+    def __init__(self, message: str, *, code: str = "invalid_request", param: str | None = None, status: int = 400) -> None:
         super().__init__(message)
         self.message = message
         self.code = code

@@ -161,7 +161,7 @@ class RankLinks:
                 self._senders[tp_rank] = Sender(channel)
                 self._receivers[tp_rank] = Receiver(channel, front_rank.ToFront, f"rank {tp_rank}")
             self._welcome(range(self._tp_size))
-            if self.is_up:
+            if len(self._senders) == self._tp_size:  # a welcome that could not be sent took the channels down again
                 self._on_up(tuple(self._ready[tp_rank] for tp_rank in range(self._tp_size)))
 
     def _welcome(self, tp_ranks: Iterable[int]) -> None:
@@ -188,5 +188,3 @@ class RankLinks:
     def _rank_of(identity: bytes) -> int | None:
         name, _, number = identity.partition(b"-")
         return int(number) if name == b"rank" and number.isdigit() else None
-
-

@@ -238,9 +238,7 @@ class Runner:
             ctx.sampled[result.rid] = result.token_id
             scored = position == 0 and request.sampling.prompt_logprobs is not None
             tokens.append(
-                NewToken(
-                    result.rid, position, result.token_id, result.logprobs, (None, *request.prompt_logprobs) if scored else None
-                )
+                NewToken(result.rid, position, result.token_id, result.logprobs, (None, *request.prompt_logprobs) if scored else None)
             )
         return tokens, failed
 

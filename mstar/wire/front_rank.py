@@ -6,15 +6,10 @@ import msgspec
 
 from mstar.types import SamplingParams, TokenLogprobs
 
-
-class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Base of both directions: frozen, unknown fields refused."""
-
-
 # front → every rank
 
 
-class Ingest(_Message, tag="ingest"):
+class Ingest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="ingest"):
     """Open a request. `output` are tokens sent before, where it resumes; `sampling` None is a pin."""
 
     rid: str
@@ -25,7 +20,7 @@ class Ingest(_Message, tag="ingest"):
     cache_key: bytes = b""  # the weights' digest
 
 
-class Load(_Message, tag="load"):
+class Load(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="load"):
     """Serve an adapter. `verify` reads and checks it first; without, the front has checked it and nothing is read until named."""
 
     load_id: int
@@ -36,26 +31,26 @@ class Load(_Message, tag="load"):
     has_something: bool
 
 
-class Unload(_Message, tag="unload"):
+class Unload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="unload"):
     """Stop serving a generation to new requests."""
 
     name: str
 
 
-class AskStatus(_Message, tag="ask_status"):
+class AskStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="ask_status"):
     """Send a `Status` now."""
 
     token: int
 
 
-class Stop(_Message, tag="stop"):
+class Stop(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="stop"):
     """End the process with exit status 0, after the step under way."""
 
 
 # front → leader only
 
 
-class Abort(_Message, tag="abort"):
+class Abort(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="abort"):
     """The client went away, or the front saw a stop string: becomes a Remove."""
 
     rid: str
@@ -67,7 +62,7 @@ ToRank = Ingest | Load | Unload | AskStatus | Stop | Abort
 # every rank → front
 
 
-class LoadResult(_Message, tag="load_result"):
+class LoadResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="load_result"):
     """How a Load went on this rank; empty `code` is success."""
 
     load_id: int
@@ -76,7 +71,7 @@ class LoadResult(_Message, tag="load_result"):
     status: int = 400
 
 
-class SlotStatus(_Message, array_like=True):
+class SlotStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
     """One device slot: the adapter generation a request would find there, and the requests that hold it."""
 
     slot: int
@@ -84,7 +79,7 @@ class SlotStatus(_Message, array_like=True):
     holders: int
 
 
-class Stats(_Message, tag="stats"):
+class Stats(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="stats"):
     """Where a rank stands; about once a second, and at once as the answer to AskStatus (`token` > 0)."""
 
     tp_rank: int
@@ -115,7 +110,7 @@ class Stats(_Message, tag="stats"):
 # leader → front
 
 
-class TokenOut(_Message, array_like=True):
+class TokenOut(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
     """One token of one request. `position` counts its output tokens from 0; a stop token ends the request and is not shown."""
 
     rid: str
@@ -128,14 +123,14 @@ class TokenOut(_Message, array_like=True):
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
 
 
-class Tokens(_Message, tag="tokens"):
+class Tokens(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="tokens"):
     """What one step gave, all requests together."""
 
     seq: int
     tokens: tuple[TokenOut, ...]
 
 
-class Failed(_Message, tag="failed"):
+class Failed(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="failed"):
     """A request ended without its tokens: its adapter could not be read on every rank, or its logits are not numbers."""
 
     rid: str
@@ -150,7 +145,7 @@ ToFront = LoadResult | Stats | Tokens | Failed
 # handshake, outside the numbered channel
 
 
-class RankReady(_Message, tag="rank_ready"):
+class RankReady(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="rank_ready"):
     """A rank can serve; repeated until it gets a Welcome."""
 
     tp_rank: int
@@ -163,7 +158,7 @@ class RankReady(_Message, tag="rank_ready"):
     backend: str
 
 
-class Welcome(_Message, tag="welcome"):
+class Welcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="welcome"):
     """The front counts this rank in: both directions now start at seq 1 under `epoch`. `tp_rank` says whom it means."""
 
     tp_rank: int

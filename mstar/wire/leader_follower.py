@@ -9,18 +9,14 @@ from mstar.types import Remove, Step
 ToFollower = Step | Remove
 
 
-class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Frozen, unknown fields refused."""
-
-
-class CopyHint(_Message, tag="copy_hint"):
+class CopyHint(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="copy_hint"):
     """This follower's copy of `name` is in or failed: lets the leader's admission wait less. Nothing correct depends on it."""
 
     tp_rank: int
     name: str
 
 
-class Fault(_Message, tag="fault"):
+class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="fault"):
     """This follower is about to exit, and why."""
 
     tp_rank: int
@@ -30,13 +26,13 @@ class Fault(_Message, tag="fault"):
 ToLeader = CopyHint | Fault
 
 
-class FollowerHello(_Message, tag="follower_hello"):
+class FollowerHello(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="follower_hello"):
     """A follower is connected; repeated until the leader's greeting."""
 
     tp_rank: int
 
 
-class LeaderGreeting(_Message, tag="leader_greeting"):
+class LeaderGreeting(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="leader_greeting"):
     """The leader knows this follower; both directions start at seq 1."""
 
     tp_rank: int

@@ -1,7 +1,7 @@
 """The entry of every rank, whoever started it: build, greet, run, end with a status that says why.
 
-    exit 0   the front asked for it       exit 2   the configuration cannot be served
-    exit 3   a WorkerError or ProtocolError: the instance restarts        exit 1   a bug, with its traceback
+exit 0   the front asked for it       exit 2   the configuration cannot be served
+exit 3   a WorkerError or ProtocolError: the instance restarts        exit 1   a bug, with its traceback
 """
 
 from __future__ import annotations

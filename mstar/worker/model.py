@@ -8,7 +8,7 @@ import torch
 
 from mstar.engine.resources.attention.base import AttentionBackend
 from mstar.engine.resources.sampler.sampler import SampleRow, prompt_logprobs, sample_rows
-from mstar.engine.runner import ForwardInput, SampleJob, Sampled
+from mstar.engine.runner import ForwardInput, Sampled, SampleJob
 from mstar.errors import RequestError
 from mstar.models.decoder import Decoder
 from mstar.types import TokenLogprobs

@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 STATS_S = 0.5
 
 
-class Stopped(Exception):  # noqa: N818 - not an error: the front asked this rank to end
+class Stopped(Exception):
     """The front asked this rank to end."""
 
 
@@ -144,7 +144,7 @@ class RankShell:
             return
         future.add_done_callback(lambda done: self._io.put(LoadDone(message.load_id, done)))
 
-    def _answer_load(self, load_id: int, error: Exception | None) -> None:
+    def _answer_load(self, load_id: int, error: BaseException | None) -> None:
         if error is None:
             self._io.to_front(front_rank.LoadResult(load_id))
             return

@@ -38,7 +38,9 @@ class FollowerSequence:
     def check_remove(self, remove: Remove) -> None:
         """Raises ProtocolError where the fence is not the last admitted step."""
         if remove.after_tp_seq != self._last_admitted:
-            raise ProtocolError(f"the remove of {remove.rid} belongs after step {remove.after_tp_seq}, this rank is at {self._last_admitted}")
+            raise ProtocolError(
+                f"the remove of {remove.rid} belongs after step {remove.after_tp_seq}; the last here is {self._last_admitted}"
+            )
 
     def admitted(self, seq: int, fingerprint: bytes) -> None:
         """This rank's own state right after the admit of `seq`."""

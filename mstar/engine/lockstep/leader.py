@@ -1,6 +1,6 @@
 """The leader's side: numbers the steps, stamps each teardown with the last step sent, attaches fingerprints.
 
-    Step 7 ─ Step 8 ─ Remove(r, after 8) ─ Step 9(fingerprint of 8) ─ …        one ordered channel per follower
+Step 7 ─ Step 8 ─ Remove(r, after 8) ─ Step 9(fingerprint of 8) ─ …        one ordered channel per follower
 """
 
 from __future__ import annotations

@@ -107,6 +107,7 @@ class Resource(ABC):
 
     def cancel(self, rid: str) -> None:
         """Undo `reserve`."""
+        return None
 
     def waits_for(self, rid: str) -> WaitReason:
         """Why the last `reserve` of `rid` returned None."""
@@ -126,6 +127,7 @@ class Resource(ABC):
 
     def commit(self, step: Any, ctx: StepContext) -> None:
         """Record that the step was consumed."""
+        return None
 
     def digest(self) -> bytes:
         """A hash of what this resource's admits decide from, the same on every rank."""

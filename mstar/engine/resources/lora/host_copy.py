@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from mstar.adapters import AdapterLimits, AdapterTensors, BaseShapes, LoraPair, read_adapter
+from mstar.adapters import AdapterLimits, AdapterTensors, LoraPair, read_adapter
 from mstar.engine.resources.lora.spec import LoraSpec, LoraTarget
 from mstar.errors import AdapterError
 

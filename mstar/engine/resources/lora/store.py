@@ -87,7 +87,7 @@ class LoraAdapterStore(Generic[Copy]):
         self._entries: OrderedDict[str, Entry[Copy]] = OrderedDict()  # least recently used first
         self._queue: deque[_Task[Copy]] = deque()
         self._running: _Task[Copy] | None = None
-        self._urgent: Collection[str] = frozenset()  # read ahead of the queue and over the bound
+        self._urgent: frozenset[str] = frozenset()  # read ahead of the queue and over the bound
         self._closed = False
         self._num_reads = 0
         self._num_failures = 0
@@ -179,7 +179,7 @@ class LoraAdapterStore(Generic[Copy]):
     def urge(self, names: Collection[str]) -> None:
         """An admit needs these: read them next, whatever the tier's bound says."""
         with self._lock:
-            wanted = set(names)
+            wanted = frozenset(names)
             first = [task for task in self._queue if task.name in wanted]
             rest = [task for task in self._queue if task.name not in wanted]
             self._queue = deque(first + rest)
