@@ -66,13 +66,13 @@ class Answer:
 class Server:
     """The child process. Made by `running_server()`."""
 
-    def __init__(self, port: int, *, echo: bool) -> None:
-        """Starts the child; with `echo` its log is shown here as well as kept."""
+    def __init__(self, model: Path, port: int, *, echo: bool) -> None:
+        """Starts the child on the model folder; with `echo` its log is shown here as well as kept."""
         self.url = f"http://{HOST}:{port}"
         self.log: deque[str] = deque(maxlen=NUM_LOG_LINES)
         self.echo = echo
         self.process = subprocess.Popen(
-            [*COMMAND, "--port", str(port)],
+            [*COMMAND, "--model", str(model), "--port", str(port)],
             cwd=ROOT,
             env={**os.environ, "PYTHONUNBUFFERED": "1"},
             stdin=subprocess.DEVNULL,
@@ -94,13 +94,13 @@ class Server:
                 if self.echo:
                     console.out(line.rstrip(), highlight=False)
 
-    def is_healthy(self) -> bool:
-        """True once `GET /health` answers 200; raises DemoError with the end of the log if the child has exited."""
+    def is_ready(self) -> bool:
+        """True once `GET /ready` answers 200; raises DemoError with the end of the log if the child has exited."""
         if (code := self.process.poll()) is not None:
             self.reader.join(timeout=2)
             raise DemoError(f"the server exited with code {code} before it was ready. The end of its log:\n{self.log_end()}")
         try:
-            return httpx.get(f"{self.url}/health", timeout=2).status_code == httpx.codes.OK
+            return httpx.get(f"{self.url}/ready", timeout=2).status_code == httpx.codes.OK
         except httpx.TransportError:
             return False
 
@@ -131,11 +131,11 @@ class Server:
 
 
 @contextlib.contextmanager
-def running_server(port: int, *, echo: bool) -> Iterator[Server]:
-    """A healthy server, stopped at the end of the block, however that comes about."""
-    server = Server(port, echo=echo)
+def running_server(model: Path, port: int, *, echo: bool) -> Iterator[Server]:
+    """A ready server, stopped at the end of the block, however that comes about."""
+    server = Server(model, port, echo=echo)
     try:
-        wait_until_healthy(server)
+        wait_until_ready(server)
         yield server
     finally:
         console.print("stopping the server", style="dim")
@@ -143,14 +143,14 @@ def running_server(port: int, *, echo: bool) -> Iterator[Server]:
             raise DemoError("the server had to be killed: it did not stop at SIGINT")
 
 
-def wait_until_healthy(server: Server) -> None:
-    """Returns once the server is healthy, showing meanwhile how long it has taken and what it logged last."""
+def wait_until_ready(server: Server) -> None:
+    """Returns once the server is ready, showing meanwhile how long it has taken and what it logged last."""
     started_s = reported_s = time.monotonic()
     columns = (SpinnerColumn(), TextColumn("starting the server"), TimeElapsedColumn(), TextColumn("[dim]{task.fields[line]}"))
     draws = console.is_terminal and not server.echo
     with Progress(*columns, console=console, transient=True, disable=not draws) as progress:
         task = progress.add_task("", total=None, line="")
-        while not server.is_healthy():
+        while not server.is_ready():
             elapsed_s = time.monotonic() - started_s
             if elapsed_s > START_TIMEOUT_S:
                 raise DemoError(f"the server was not ready after {START_TIMEOUT_S} s. The end of its log:\n{server.log_end()}")
@@ -210,16 +210,16 @@ def slot_text(model: str, slots: dict[str, int]) -> str:
     return str(slots[model]) if model in slots else "evicted since"
 
 
-def demo(port: int) -> None:
+def demo(model: Path, port: int) -> None:
     """Starts, asks, shows, stops."""
-    with running_server(port, echo=False) as server:
+    with running_server(model, port, echo=False) as server:
         answers = asyncio.run(ask_all(server.url, DEMO_PROMPT))
         console.print(answers_table(DEMO_PROMPT, answers, slots_by_adapter(server.url)))
 
 
-def serve(port: int) -> None:
+def serve(model: Path, port: int) -> None:
     """Starts and stays until the child ends (DemoError) or Ctrl-C."""
-    with running_server(port, echo=True) as server:
+    with running_server(model, port, echo=True) as server:
         console.print("\nTry (model: " + ", ".join((BASE_MODEL, *ADAPTERS)) + "; Ctrl-C stops):")
         console.out(curl_line(server.url), highlight=False)
         code = server.process.wait()
@@ -255,9 +255,9 @@ def main(arguments: list[str]) -> int:
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, interrupt)
     try:
-        fetch_model()
+        model = fetch_model()
         port = options.port or free_port()
-        serve(port) if options.serve else demo(port)
+        serve(model, port) if options.serve else demo(model, port)
     except (DemoError, FetchError, httpx.HTTPError) as error:
         console.print(Text(f"demo: {error}", style="red"))
         return 1

@@ -119,7 +119,7 @@ def open_file(folder: Path, name: str, roots: Sequence[Path]) -> Iterator[Adapte
         yield None
         return
     except (OSError, ValueError) as error:
-        raise refuse("unreadable", file=shown(name), problem=getattr(error, "strerror", None) or "bad name") from None
+        raise refuse("unreadable", file=name, problem=getattr(error, "strerror", None) or "bad name") from None
     try:
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode):

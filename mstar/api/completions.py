@@ -40,6 +40,7 @@ def completions_router(services: Services) -> APIRouter:
             services.text,
             add_special_tokens=body.add_special_tokens is not False,
             max_prompts=max(1, services.max_sequences // (body.n or 1)),
+            max_model_len=services.conductor.max_model_len(),
         )
         completion = _Completion(services, body, prompts)
         return EventStream(completion.events()) if body.stream else await answer(request, completion.whole())

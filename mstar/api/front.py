@@ -9,41 +9,27 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import signal
 import socket
 import sys
 import time
-from pathlib import Path
 
 import uvloop
-from pydantic import BaseModel, ConfigDict
 
 from mstar.api.app import create_app
 from mstar.api.server import serve_app
 from mstar.api.text import TextProcessor
 from mstar.conductor.conductor import Conductor
 from mstar.conductor.metrics import Metrics
-from mstar.config import ServeConfig
 from mstar.errors import ConfigError
+from mstar.launch import FrontLaunch, read_front_launch
 
 log = logging.getLogger(__name__)
 
 
-class FrontLaunch(BaseModel):
-    """What the supervisor tells a front. `listen_fd` is the inherited listening socket."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    config: ServeConfig
-    front_endpoint: str
-    listen_fd: int
-    started_at: float  # seconds since the epoch
-
-
 def main() -> int:
     """Run the front to its end."""
-    launch = FrontLaunch.model_validate_json(Path(os.environ["MSTAR_FRONT"]).read_text(encoding="utf-8"))
+    launch = read_front_launch()
     logging.basicConfig(level=launch.config.log_level.upper(), format="%(asctime)s front %(levelname)s %(message)s", stream=sys.stderr)
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor ends the front in order

@@ -43,7 +43,7 @@ class Guard:
             await _refuse(scope, receive, send, "API key")
 
     async def _admin(self, scope: Scope, receive: Receive, send: Send, key: str) -> None:
-        status = 0
+        status = 500  # where an error of ours leaves before any answer
 
         async def send_noting_status(message: Message) -> None:
             nonlocal status
@@ -58,7 +58,7 @@ class Guard:
                 await _refuse(scope, receive, send_noting_status, "admin key")
         finally:
             client = scope.get("client") or ("?",)
-            code = scope.get("mstar.error_code", "ok" if status == 200 else "-")
+            code = scope.get("mstar.error_code", "ok" if status == 200 else "internal_error")
             audit_logger.info(
                 "%s %s from %s %s -> %d %s", scope["method"], scope["path"], client[0], scope.get("mstar.audit", "-"), status, code
             )

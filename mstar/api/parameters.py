@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mstar.api.prompts import check_token_ids
+from mstar.api.prompts import check_token_ids, too_long
 from mstar.api.schemas import ChatRequest, CompletionRequest, GenerationRequest
 from mstar.errors import RequestError
 from mstar.types import SamplingParams
@@ -90,13 +90,7 @@ def output_tokens(num_prompt_tokens: int, asked: int | None, default: int | None
     room = limits.max_model_len - num_prompt_tokens
     wanted = max(asked, 1) if asked is not None else None
     if room < (wanted or 1):
-        raise RequestError(
-            f"This model's maximum context length is {limits.max_model_len} tokens. However, you requested "
-            f"{num_prompt_tokens + (wanted or 1)} tokens ({num_prompt_tokens} in the {param}, {wanted or 1} in the completion). "
-            f"Please reduce the length of the {param} or completion.",
-            code="context_length_exceeded",
-            param=param,
-        )
+        raise too_long(num_prompt_tokens, wanted or 1, limits.max_model_len, param=param)
     if wanted is not None:
         return wanted
     return min(room, default) if default is not None else room

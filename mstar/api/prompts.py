@@ -5,10 +5,11 @@ Front process. The field is checked by hand: a union of four list types would ma
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 from typing import Any
 
-from mstar.api.text import TextProcessor
+from mstar.api.text import THREAD_SIZE, TextProcessor
 from mstar.errors import RequestError
 
 
@@ -35,25 +36,36 @@ def split_prompts(value: Any) -> list[str | list[Any]]:
     return value
 
 
-async def encode_prompts(value: Any, text: TextProcessor, *, add_special_tokens: bool, max_prompts: int) -> list[Prompt]:
-    """Every prompt of the field as token ids. Raises RequestError: empty, not text, a token id that the model has not."""
+async def encode_prompts(
+    value: Any, text: TextProcessor, *, add_special_tokens: bool, max_prompts: int, max_model_len: int
+) -> list[Prompt]:
+    """Every prompt of the field as token ids. Raises RequestError: empty, too long, not text, a token id that the model has not."""
     items = split_prompts(value)
     if len(items) > max_prompts:
         raise _invalid(f"holds {len(items)} prompts, at most {max_prompts} are allowed in one request")
-    prompts = [await _encode(item, text, add_special_tokens=add_special_tokens) for item in items]
-    for prompt in prompts:
-        if not prompt.token_ids:
-            raise _invalid("must not be empty: a prompt needs at least one token")
-    return prompts
+    for item in items:
+        if isinstance(item, list) and len(item) > max_model_len:  # before a look at each of its ids
+            raise too_long(len(item), 1, max_model_len, param="prompt")
+
+    def encode_all() -> list[Prompt]:
+        return [_encode(item, text, add_special_tokens=add_special_tokens) for item in items]
+
+    if sum(map(len, items)) <= THREAD_SIZE:
+        return encode_all()
+    return await asyncio.to_thread(encode_all)
 
 
-async def _encode(item: str | list[Any], text: TextProcessor, *, add_special_tokens: bool) -> Prompt:
+def _encode(item: str | list[Any], text: TextProcessor, *, add_special_tokens: bool) -> Prompt:
     if isinstance(item, str):
-        return Prompt(await text.encode_async(item, add_special_tokens=add_special_tokens), item)
-    if not all(_is_token(token) for token in item):
+        prompt = Prompt(text.encode(item, add_special_tokens=add_special_tokens), item)
+    elif all(_is_token(token) for token in item):
+        check_token_ids(item, text.vocab_size, param="prompt")
+        prompt = Prompt(tuple(item))
+    else:
         raise _invalid("mixes token ids with something else")
-    check_token_ids(item, text.vocab_size, param="prompt")
-    return Prompt(tuple(item))
+    if not prompt.token_ids:
+        raise _invalid("must not be empty: a prompt needs at least one token")
+    return prompt
 
 
 def check_token_ids(token_ids: list[int], vocab_size: int, *, param: str) -> None:
@@ -65,6 +77,17 @@ def check_token_ids(token_ids: list[int], vocab_size: int, *, param: str) -> Non
                 code="invalid_value",
                 param=param,
             )
+
+
+def too_long(num_prompt_tokens: int, num_output_tokens: int, max_model_len: int, *, param: str) -> RequestError:
+    """Prompt and output do not fit the context together; in OpenAI's words."""
+    return RequestError(
+        f"This model's maximum context length is {max_model_len} tokens. However, you requested "
+        f"{num_prompt_tokens + num_output_tokens} tokens ({num_prompt_tokens} in the {param}, {num_output_tokens} in the completion). "
+        f"Please reduce the length of the {param} or completion.",
+        code="context_length_exceeded",
+        param=param,
+    )
 
 
 def _is_token(value: Any) -> bool:

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 from mstar.api.detokenizer import Detokenizer
 from mstar.errors import ConfigError, RequestError
 
-_THREAD_CHARS = 8192  # longer texts are encoded in a thread, so that running streams go on
+THREAD_SIZE = 8192  # characters; more is encoded in a thread, so that running streams go on
 _BYTE_FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 # What `apply_chat_template` takes beside the template's own variables, and variables that other fields set.
 _RESERVED_KWARGS = frozenset(
@@ -78,7 +78,7 @@ class TextProcessor:
 
     async def encode_async(self, text: str, *, add_special_tokens: bool, param: str = "prompt") -> tuple[int, ...]:
         """As `encode`, in a thread where the text is long."""
-        if len(text) <= _THREAD_CHARS:
+        if len(text) <= THREAD_SIZE:
             return self.encode(text, add_special_tokens=add_special_tokens, param=param)
         return await asyncio.to_thread(self.encode, text, add_special_tokens=add_special_tokens, param=param)
 

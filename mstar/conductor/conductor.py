@@ -319,17 +319,23 @@ class Conductor:
         self._max_model_len = min(rank.max_model_len for rank in ranks)
         for adapter in self._registry.adapters():
             self._links.send_all(self._load_message(adapter, 0, verify=False))
-        retired = {request.adapter.generation: request.adapter for request in self._requests.values() if request.adapter is not None}
-        for adapter in retired.values():
-            if self._registry.get(adapter.name) != adapter:
-                self._links.send_all(self._load_message(adapter, 0, verify=False))
+        retired = self._retired()
+        for adapter in retired:
+            self._links.send_all(self._load_message(adapter, 0, verify=False))
         waiting = self._gate.waiting()
         for request in list(self._requests.values()):
             if request.rid not in waiting:
                 self._links.send_all(request.ingest())
+        for adapter in retired:
+            self._links.send_all(front_rank.Unload(adapter.generation))
         if self._num_starts > 1:
             log.info("instance up again; %d requests go on", len(self._requests))
         self.ready.set()
+
+    def _retired(self) -> list[Adapter]:
+        """Generations that live requests run on and no name points to any more."""
+        used = {request.adapter.generation: request.adapter for request in self._requests.values() if request.adapter is not None}
+        return [adapter for adapter in used.values() if self._registry.get(adapter.name) != adapter]
 
     def _down(self, reason: str) -> None:
         self.ready.clear()

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -22,8 +23,32 @@ Delta = Callable[[Tensor, Tensor], Tensor]  # (y, x): does y += delta(x) in plac
 
 
 def linear_product(weight: Tensor, bias: Tensor | None = None) -> Product:
-    """The base product with a plain `weight [out, in]` and `bias [out]`, both this rank's shard."""
+    """The base product with a plain `weight [out, in]` and `bias [out]`, both this rank's shard.
+
+    On a CPU the weight is laid out anew in oneDNN's own blocks and the given one is no longer needed: a decode step is bound by
+    reading the weights, and a blocked one streams about twice as fast as a plain one.
+    """
+    if _packs(weight):
+        packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _PACKED_FOR_TOKENS)
+        return partial(_packed_linear, weight=packed, bias=bias)
     return partial(F.linear, weight=weight, bias=bias)
+
+
+_PACKED_FOR_TOKENS = 64  # a hint to oneDNN; the layout serves any number of tokens
+
+
+def _packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    y: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    return y
+
+
+def _packs(weight: Tensor) -> bool:
+    """Whether this torch build can pack `weight`: the operators are internal, `torch.compile`'s own for a frozen CPU model."""
+    if weight.device.type != "cpu" or weight.numel() == 0 or not torch.backends.mkldnn.is_available():
+        return False
+    if weight.dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()) and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
+    return weight.dtype == torch.float32 and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
 
 
 class ColumnParallelLinear:

@@ -45,16 +45,16 @@ class LayerWeights:
 
 @dataclass(frozen=True)
 class DecoderWeights:
-    """This rank's shard of the model. `embedding` and `lm_head` `[vocabulary of this rank, hidden]`: one tensor where heads are tied.
+    """This rank's shard of the model: `embedding [vocabulary of this rank, hidden]`, which tied heads share with `lm_head`.
 
-    `tensors` are all of them, each once, for counting bytes.
+    `size_bytes` is what all of it takes on this rank.
     """
 
     embedding: Tensor
     layers: tuple[LayerWeights, ...]
     final_norm: Tensor
-    lm_head: Tensor
-    tensors: tuple[Tensor, ...]
+    lm_head: Product
+    size_bytes: int
 
 
 class Decoder:
@@ -89,7 +89,7 @@ class Decoder:
         for layer in self._layers:
             x = layer.forward(x, cos, signed_sin)
         x = x.index_select(0, logits_rows)
-        local = F.linear(_rms_norm(x, self.weights.final_norm, self.arch.rms_norm_eps), self.weights.lm_head)
+        local = self.weights.lm_head(_rms_norm(x, self.weights.final_norm, self.arch.rms_norm_eps))
         return self._comm.all_gather_columns(local, self._vocab_cuts).float()
 
     def _embed(self, tokens: Tensor) -> Tensor:

@@ -9,10 +9,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -49,8 +51,8 @@ def load_decoder(
 
 
 def weights_bytes(decoder: Decoder) -> int:
-    """Bytes of the weights that this rank holds, each tensor once."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in decoder.weights.tensors)
+    """Bytes of the weights that this rank holds."""
+    return decoder.weights.size_bytes
 
 
 class _Checkpoint:
@@ -115,7 +117,7 @@ class _ShardReader:
         self._kv = _features(plan.kv_ranges[comm.tp_rank], arch.head_dim)
         self._mlp = even_cuts(arch.intermediate_size, comm.tp_size)[comm.tp_rank]
         self._vocab = even_cuts(arch.vocab_size, comm.tp_size)[comm.tp_rank]
-        self._tensors: list[Tensor] = []
+        self._size_bytes = 0
 
     def decoder(self) -> DecoderWeights:
         """The whole shard."""
@@ -124,8 +126,11 @@ class _ShardReader:
         embedding = self._rows([("model.embed_tokens.weight", vocabulary, self._vocab)])
         layers = tuple(self._layer(f"model.layers.{index}.") for index in range(arch.num_layers))
         final_norm = self._vector("model.norm.weight", arch.hidden_size)
-        lm_head = embedding if arch.tie_word_embeddings else self._rows([("lm_head.weight", vocabulary, self._vocab)])
-        return DecoderWeights(embedding, layers, final_norm, lm_head, tuple(self._tensors))
+        if arch.tie_word_embeddings:
+            lm_head: Product = partial(F.linear, weight=embedding)  # plain: a packed copy would be a second embedding
+        else:
+            lm_head = linear_product(self._rows([("lm_head.weight", vocabulary, self._vocab)]))
+        return DecoderWeights(embedding, layers, final_norm, lm_head, self._size_bytes)
 
     def _layer(self, prefix: str) -> LayerWeights:
         arch = self._arch
@@ -185,7 +190,7 @@ class _ShardReader:
 
     def _new(self, shape: tuple[int, ...]) -> Tensor:
         tensor = torch.empty(shape, dtype=self._dtype, device=self._device)
-        self._tensors.append(tensor)
+        self._size_bytes += tensor.numel() * tensor.element_size()
         return tensor
 
 

@@ -22,12 +22,11 @@ from collections import deque
 from pathlib import Path
 from types import FrameType
 
-from mstar.api.front import FrontLaunch
 from mstar.api.server import bind
 from mstar.config import ServeConfig
+from mstar.launch import FrontLaunch, RankLaunch
 from mstar.supervise.preflight import preflight
 from mstar.supervise.processes import Child, end, spawn
-from mstar.worker.launch import Launch
 
 MAX_RESTARTS = 5
 RESTART_WINDOW_S = 300.0
@@ -141,7 +140,7 @@ class Supervisor:
     def _start_ranks(self) -> None:
         epoch = uuid.uuid4().hex[:8]
         size = self._config.tensor_parallel_size
-        launch = Launch(
+        launch = RankLaunch(
             config=self._config,
             instance_epoch=epoch,
             front_endpoint=self._front_endpoint,

@@ -22,10 +22,10 @@ from mstar.engine.resources.kv.cache import KvCache
 from mstar.engine.resources.kv.resource import KvResource, KvSpec
 from mstar.engine.resources.lora.pool import LoraAdapterPool
 from mstar.engine.runner import Runner
+from mstar.launch import RankLaunch
 from mstar.models.arch import ModelArch, load_arch
 from mstar.models.loader import load_decoder, weights_bytes
 from mstar.models.lora_targets import lora_spec
-from mstar.worker.launch import Launch
 from mstar.worker.model import TorchModel
 
 log = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 class Rank:
     """One rank, ready to step."""
 
-    launch: Launch
+    launch: RankLaunch
     config: ServeConfig
     tp_rank: int
     arch: ModelArch
@@ -50,7 +50,7 @@ class Rank:
     slots_bytes: int
 
 
-def build_rank(launch: Launch, tp_rank: int, on_copy: Callable[[str], None]) -> Rank:
+def build_rank(launch: RankLaunch, tp_rank: int, on_copy: Callable[[str], None]) -> Rank:
     """Join the instance and load this rank's shard. Raises ConfigError, WorkerError."""
     config = launch.config
     tp_size = config.tensor_parallel_size

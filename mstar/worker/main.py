@@ -13,11 +13,11 @@ import signal
 import sys
 
 from mstar.errors import ConfigError, MstarError
+from mstar.launch import RankLaunch, read_rank_launch
 from mstar.wire.front_rank import RankReady
 from mstar.worker.build import Rank, build_rank
 from mstar.worker.follower import Follower
 from mstar.worker.io import CopyIn, RankIo
-from mstar.worker.launch import Launch, read_launch
 from mstar.worker.leader import Leader
 from mstar.worker.shell import Stopped, exit_status
 
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 def main() -> int:
     """Run one rank to its end."""
-    launch, tp_rank = read_launch()
+    launch, tp_rank = read_rank_launch()
     logging.basicConfig(
         level=launch.config.log_level.upper(), format=f"%(asctime)s rank{tp_rank} %(levelname)s %(message)s", stream=sys.stderr
     )
@@ -46,7 +46,7 @@ def main() -> int:
     return 0
 
 
-def _run(launch: Launch, tp_rank: int) -> None:
+def _run(launch: RankLaunch, tp_rank: int) -> None:
     waiting: list[RankIo] = []
 
     def on_copy(name: str) -> None:

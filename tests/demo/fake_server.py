@@ -1,6 +1,6 @@
 """Stands in for `mstar serve` in test_run.py: the four routes that demo/run.py uses, and none of the model.
 
-`fake_server.py MODE --port PORT`; MODE is "good", "dies" (exits with 3 before it is ready), "deaf" (ignores SIGINT) or "refuses" (404).
+`fake_server.py MODE --model DIR --port PORT`; MODE is "good", "dies" (exits with 3 before it is ready), "deaf" (ignores SIGINT) or "refuses" (404).
 """
 
 import json
@@ -43,6 +43,6 @@ if MODE == "dies":
 if MODE == "deaf":
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 try:
-    ThreadingHTTPServer(("127.0.0.1", int(sys.argv[3])), Handler).serve_forever()
+    ThreadingHTTPServer(("127.0.0.1", int(sys.argv[-1])), Handler).serve_forever()
 except KeyboardInterrupt:
     sys.stderr.write("fake server stopped\n")

@@ -38,9 +38,8 @@ class FollowerSequence:
     def check_remove(self, remove: Remove) -> None:
         """Raises ProtocolError where the fence is not the last admitted step."""
         if remove.after_tp_seq != self._last_admitted:
-            raise ProtocolError(
-                f"the remove of {remove.rid} belongs after step {remove.after_tp_seq}; the last here is {self._last_admitted}"
-            )
+            fence, here = remove.after_tp_seq, self._last_admitted
+            raise ProtocolError(f"the remove of {remove.rid} belongs after step {fence}; the last admitted here is {here}")
 
     def admitted(self, seq: int, fingerprint: bytes) -> None:
         """This rank's own state right after the admit of `seq`."""

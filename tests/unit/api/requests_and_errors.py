@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from typing import Any
+
 import httpx
 
 from mstar.conductor.types import Chunk, Generation
@@ -27,3 +30,14 @@ def assert_openai_error(response: httpx.Response, status: int, code: str, param:
     assert isinstance(body["error"]["code"], str)
     assert (body["error"]["code"], body["error"]["param"]) == (code, param)
     return body["error"]["message"]
+
+
+def events_of(response: httpx.Response) -> list[dict[str, Any]]:
+    assert response.headers["content-type"].startswith("text/event-stream")
+    lines = response.text.split("\n\n")
+    assert lines[-2:] == ["data: [DONE]", ""]
+    return [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
+
+
+def joined(events: list[dict[str, Any]], index: int = 0) -> str:
+    return "".join(choice["text"] for event in events for choice in event["choices"] if choice["index"] == index)

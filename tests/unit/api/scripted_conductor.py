@@ -10,11 +10,21 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
+from mstar.api.text import TextProcessor
 from mstar.conductor.types import Chunk, Generation, ServedModel
 from mstar.errors import ModelNotFound, RequestError
 
 Step = Chunk | Exception | asyncio.Event
 Script = Callable[[Generation], Sequence[Step]]
+
+
+def says(text: TextProcessor, reply: str, *, per_chunk: int = 1, stop_token_id: int | None = 2) -> Script:
+    """A script that says `reply`, so many tokens in a chunk, then ends as at an eos token."""
+    ids = text.encode(reply, add_special_tokens=False)
+    chunks = [Chunk(ids[at : at + per_chunk], num_cached_tokens=1) for at in range(0, len(ids), per_chunk)]
+    last = Chunk((), finish_reason="length") if stop_token_id is None else Chunk((), finish_reason="stop", stop_token_id=stop_token_id)
+    return lambda generation: [*chunks, last]
+
 
 BASE = ServedModel(id="tiny", created=1700000000, root="/models/tiny", parent=None, max_model_len=128)
 

@@ -103,6 +103,9 @@ def test_c81_one_audit_line_for_every_admin_call(post: Post, caplog: pytest.LogC
         post(UNLOAD, {"lora_name": "nope"}, settings=RUNTIME, headers=ADMIN)
         post(LOAD, content=b"{", settings=RUNTIME, headers={**ADMIN, "content-type": "application/json"})
         post(LOAD, method="GET", settings=RUNTIME, headers=ADMIN)
+        broken = ScriptedConductor()
+        broken.load_error = KeyError("a bug of ours")
+        post(LOAD, {"lora_name": "x", "lora_path": "/x"}, conductor=broken, settings=RUNTIME, headers=ADMIN)
         post("/v1/models", method="GET", settings=RUNTIME)
     lines = [record.getMessage() for record in caplog.records]
     assert lines == [
@@ -110,6 +113,7 @@ def test_c81_one_audit_line_for_every_admin_call(post: Post, caplog: pytest.LogC
         "POST /v1/unload_lora_adapter from 127.0.0.1 name='nope' -> 404 adapter_not_found",
         "POST /v1/load_lora_adapter from 127.0.0.1 - -> 400 invalid_json",
         "GET /v1/load_lora_adapter from 127.0.0.1 - -> 405 method_not_allowed",
+        "POST /v1/load_lora_adapter from 127.0.0.1 name='x' path='/x' inplace=False pinned=False -> 500 internal_error",
     ]
     assert not any("s3cret" in line for line in lines)
 

@@ -16,14 +16,9 @@ from mstar.api.text import TextProcessor
 from mstar.conductor.types import Chunk, Generation
 from mstar.types import TokenLogprob, TokenLogprobs
 from tests.unit.api.requests_and_errors import CHAT, assert_openai_error, one_token
-from tests.unit.api.scripted_conductor import Script, ScriptedConductor
+from tests.unit.api.scripted_conductor import ScriptedConductor, says
 
 Post = Callable[..., httpx.Response]
-
-
-def says(text: TextProcessor, reply: str) -> Script:
-    ids = text.encode(reply, add_special_tokens=False)
-    return lambda generation: [*(Chunk((token,)) for token in ids), Chunk((), finish_reason="stop", stop_token_id=2)]
 
 
 def prompt_of(conductor: ScriptedConductor, text: TextProcessor) -> str:

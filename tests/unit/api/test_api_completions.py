@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from typing import Any
 
@@ -11,33 +10,13 @@ import pytest
 
 from mstar.api.seeds import derive_seed
 from mstar.api.text import TextProcessor
-from mstar.conductor.types import Chunk, Generation
+from mstar.conductor.types import Chunk
 from mstar.errors import RequestError
-from mstar.types import TokenLogprob, TokenLogprobs
-from tests.unit.api.requests_and_errors import assert_openai_error, one_token
-from tests.unit.api.scripted_conductor import Script, ScriptedConductor
+from tests.unit.api.requests_and_errors import assert_openai_error, events_of, joined, one_token
+from tests.unit.api.scripted_conductor import ScriptedConductor, says
 
 Post = Callable[..., httpx.Response]
 REPLY = "hello wörld 😀 END there"
-
-
-def says(text: TextProcessor, reply: str, *, per_chunk: int = 1, stop_token_id: int | None = 2) -> Script:
-    """A script that says `reply`, so many tokens in a chunk, then ends as at an eos token."""
-    ids = text.encode(reply, add_special_tokens=False)
-    chunks = [Chunk(ids[at : at + per_chunk], num_cached_tokens=1) for at in range(0, len(ids), per_chunk)]
-    last = Chunk((), finish_reason="length") if stop_token_id is None else Chunk((), finish_reason="stop", stop_token_id=stop_token_id)
-    return lambda generation: [*chunks, last]
-
-
-def events_of(response: httpx.Response) -> list[dict[str, Any]]:
-    assert response.headers["content-type"].startswith("text/event-stream")
-    lines = response.text.split("\n\n")
-    assert lines[-2:] == ["data: [DONE]", ""]
-    return [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
-
-
-def joined(events: list[dict[str, Any]], index: int = 0) -> str:
-    return "".join(choice["text"] for event in events for choice in event["choices"] if choice["index"] == index)
 
 
 def test_a_completion_in_openais_form(post: Post, text: TextProcessor):
@@ -213,74 +192,6 @@ def test_echo_begins_with_the_prompt(post: Post, text: TextProcessor, stream: bo
     assert (joined(events, 0), joined(events, 1)) == ("héllo one", "xone")
     of_ids = post("/v1/completions", {"model": "tiny", "prompt": ids, "echo": True}, conductor=ScriptedConductor(says(text, "one"))).json()
     assert of_ids["choices"][0]["text"] == "the foxone"
-
-
-def logprobs_of(*token_ids: int) -> tuple[TokenLogprobs, ...]:
-    """Made-up values: the chosen token is second best, 7 and 8 are the alternatives."""
-    return tuple(
-        TokenLogprobs(
-            TokenLogprob(token, -1.5, 2), (TokenLogprob(7, -0.5, 1), TokenLogprob(token, -1.5, 2), TokenLogprob(8, float("-inf"), 3))
-        )
-        for token in token_ids
-    )
-
-
-def scored(generation: Generation) -> list[Chunk]:
-    prompt_logprobs = None
-    if generation.sampling.prompt_logprobs is not None:
-        prompt_logprobs = (None, *logprobs_of(*generation.prompt[1:]))
-    wanted = generation.sampling.logprobs is not None
-    first = Chunk((270,), logprobs_of(270) if wanted else None, prompt_logprobs)
-    return [first, Chunk((223,), logprobs_of(223) if wanted else None), Chunk((), finish_reason="length")]
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_logprobs_with_echo_cover_the_prompt_and_the_output(post: Post, text: TextProcessor, stream: bool):
-    prompt = list(text.encode("hello the", add_special_tokens=False))
-    ask = {"model": "tiny", "prompt": prompt, "echo": True, "logprobs": 1, "max_tokens": 2, "stream": stream}
-    response = post("/v1/completions", ask, conductor=ScriptedConductor(scored))
-    events = events_of(response) if stream else [response.json()]
-    shown: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-    for event in events:
-        for key, values in shown.items():
-            values += event["choices"][0]["logprobs"][key]
-    assert shown["tokens"] == ["hello", " the", "hello", " "]
-    assert shown["text_offset"] == [0, 5, 9, 14]
-    assert shown["token_logprobs"] == [None, -1.5, -1.5, -1.5]
-    assert shown["top_logprobs"][0] is None
-    assert shown["top_logprobs"][2] == {text.token_text(7): -0.5, "hello": -1.5}  # one alternative, and the chosen one
-    assert "".join(shown["tokens"]) == joined(events)
-
-
-def test_logprobs_0_shows_the_chosen_token_alone_and_infinity_is_floored(post: Post):
-    ask = {"model": "tiny", "prompt": "a"}
-    none = post("/v1/completions", {**ask, "logprobs": 0}, conductor=ScriptedConductor(scored)).json()["choices"][0]["logprobs"]
-    assert none["top_logprobs"] == [{"hello": -1.5}, {" ": -1.5}]
-    three = post("/v1/completions", {**ask, "logprobs": 3}, conductor=ScriptedConductor(scored)).json()["choices"][0]["logprobs"]
-    assert min(three["top_logprobs"][0].values()) == -9999.0
-    as_ids = post("/v1/completions", {**ask, "logprobs": 0, "return_tokens_as_token_ids": True}, conductor=ScriptedConductor(scored)).json()
-    assert as_ids["choices"][0]["logprobs"]["tokens"] == ["token_id:270", "token_id:223"]
-
-
-def test_max_tokens_0_with_echo_scores_the_prompt_and_shows_no_output(post: Post):
-    ask = {"model": "tiny", "prompt": [270, 223], "echo": True, "logprobs": 0, "max_tokens": 0}
-    body = post("/v1/completions", ask, conductor=ScriptedConductor(scored)).json()
-    assert body["choices"][0]["logprobs"]["token_logprobs"] == [None, -1.5]
-    assert (body["choices"][0]["text"], body["choices"][0]["finish_reason"]) == ("hello ", "length")
-    assert body["usage"]["completion_tokens"] == 0
-
-
-def test_prompt_logprobs_in_vllms_form(post: Post, text: TextProcessor):
-    ask = {"model": "tiny", "prompt": [270, 223], "prompt_logprobs": 1}
-    choice = post("/v1/completions", ask, conductor=ScriptedConductor(scored)).json()["choices"][0]
-    assert choice["prompt_logprobs"] == [
-        None,
-        {
-            "223": {"logprob": -1.5, "rank": 2, "decoded_token": " "},
-            "7": {"logprob": -0.5, "rank": 1, "decoded_token": text.token_text(7)},
-        },
-    ]
-    assert choice["logprobs"] is None
 
 
 def test_when_one_of_many_is_refused_all_end_and_the_answer_is_the_refusal(post: Post):

@@ -99,6 +99,8 @@ def test_c84_an_unknown_model_is_a_404_on_every_route(post: Post, path: str, bod
         ("/v1/completions", {**COMPLETION, "prompt": [5] * 128}, "prompt"),
         ("/v1/completions", {**COMPLETION, "prompt": [5] * 200}, "prompt"),
         ("/v1/completions", {**COMPLETION, "prompt": [5] * 100, "max_tokens": 29}, "prompt"),
+        ("/v1/completions", {**COMPLETION, "prompt": ["a", "hello " * 5000]}, "prompt"),
+        ("/v1/completions", {**COMPLETION, "prompt": [[5], ["x"] * 100_000]}, "prompt"),
         ("/v1/completions", {**COMPLETION, "prompt": [[5], [5] * 100], "max_tokens": 29}, "prompt"),
         ("/v1/chat/completions", {**CHAT, "max_tokens": 128}, "messages"),
         ("/v1/chat/completions", {**CHAT, "messages": [{"role": "user", "content": "hello " * 200}]}, "messages"),

@@ -1,0 +1,58 @@
+# make demo | serve | test | test-all | check | fmt | sim | mutants | bench | clean
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+SEEDS ?= 2000
+JOBS ?= 2
+
+.DEFAULT_GOAL := help
+.PHONY: help install model demo serve test test-all check fmt sim mutants bench clean
+
+help: ## What there is
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+$(INSTALLED): pyproject.toml constraints.txt
+	@echo "making $(VENV) and installing (a minute or two; longer where torch has to be downloaded)"
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/pip install --disable-pip-version-check -q -c constraints.txt -e '.[dev]'
+	@touch $(INSTALLED)
+
+install: $(INSTALLED) ## Make .venv and install mstar with everything the tests need
+
+model: $(INSTALLED) ## Fetch and convert the demo model into the cache folder
+	@$(BIN)/python -m demo.fetch_model >/dev/null
+
+demo: model ## Ask one question of the base and three adapters at once, on two ranks
+	@$(BIN)/python -m demo.run
+
+serve: model ## The same set-up, left running, with a curl line to try
+	@$(BIN)/python -m demo.run --serve
+
+test: model ## All tests that fit in 15 minutes on 2 cores
+	@$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -q -m "not slow and not gpu and not cluster"
+
+test-all: model ## Those and the slow ones
+	@$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -q -m "not gpu"
+
+check: $(INSTALLED) ## Lint, format, types, import rules
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports --no-logo
+
+fmt: $(INSTALLED) ## Format and fix what can be fixed
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+sim: $(INSTALLED) ## Many ranks under many seeded orders of events: make sim SEEDS=100000
+	@$(BIN)/python -m mstar.sim.check --seeds $(SEEDS) --jobs $(JOBS)
+
+mutants: $(INSTALLED) ## Break the engine one line at a time; every break must turn a test red
+	@$(BIN)/python tests/mutants/run.py --jobs $(JOBS)
+
+bench: model ## The standard table against a server that this starts (minutes)
+	@$(BIN)/python -m demo.bench
+
+clean: ## Remove the virtual environment and caches of this folder
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
