@@ -45,7 +45,9 @@ async def _serve(launch: FrontLaunch) -> None:
     config = launch.config
     metrics = Metrics(config.base_name)
     conductor = Conductor(config, launch.front_endpoint, metrics)
-    text = await asyncio.to_thread(TextProcessor.load, config.tokenizer or config.model, config.chat_template)
+    text = await asyncio.to_thread(
+        TextProcessor.load, config.tokenizer or config.model, config.chat_template, vocab_size=conductor.vocab_size
+    )
     await conductor.start()
     app = create_app(conductor, text, config, metrics)
     stop, now = asyncio.Event(), asyncio.Event()

@@ -11,7 +11,7 @@ import logging
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mstar.api.adapters import LOAD_PATH, UNLOAD_PATH
+from mstar.api.adapters import ADMIN_PATHS
 from mstar.api.errors import error_response
 from mstar.config import ServeConfig
 from mstar.errors import RequestError
@@ -19,7 +19,6 @@ from mstar.errors import RequestError
 audit_logger = logging.getLogger("mstar.audit")
 audit_logger.setLevel(logging.INFO)  # whatever log_level is
 
-_ADMIN_PATHS = frozenset((LOAD_PATH, UNLOAD_PATH))
 _OPEN_PATHS = frozenset(("/health", "/ready", "/ping", "/version", "/metrics"))
 
 
@@ -35,7 +34,7 @@ class Guard:
         """ASGI."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
-        elif self._admin_key is not None and scope["path"] in _ADMIN_PATHS:
+        elif self._admin_key is not None and scope["path"] in ADMIN_PATHS:
             await self._admin(scope, receive, send, self._admin_key)
         elif self._api_key is None or scope["path"] in _OPEN_PATHS or _has_key(scope, self._api_key):
             await self._app(scope, receive, send)

@@ -36,7 +36,6 @@ class Registry:
         self._front_epoch = front_epoch
         self._capacity = capacity
         self._adapters: dict[str, Adapter] = {}
-        self._names: dict[str, str] = {}  # generation -> the client's name, also of those unloaded and still running
         self._drawn = 0
 
     def __len__(self) -> int:
@@ -45,9 +44,7 @@ class Registry:
     def draw_generation(self, name: str) -> str:
         """A generation of `name` that was never used before."""
         self._drawn += 1
-        generation = f"{name}@{self._front_epoch}.{self._drawn}"
-        self._names[generation] = name
-        return generation
+        return f"{name}@{self._front_epoch}.{self._drawn}"
 
     def check_name(self, name: str) -> None:
         """Raises AdapterError for a name that no adapter may have."""
@@ -92,13 +89,10 @@ class Registry:
             raise ModelNotFound(model, "GET /v1/models lists what is served.")
         return adapter
 
-    def client_name(self, generation: str) -> str:
+    @staticmethod
+    def client_name(generation: str) -> str:
         """The client's name of a generation seen inside ranks."""
-        return self._names.get(generation, generation.rpartition("@")[0] or generation)
-
-    def forget_generation(self, generation: str) -> None:
-        """A generation will not be seen again."""
-        self._names.pop(generation, None)
+        return generation.rpartition("@")[0]
 
     def adapters(self) -> list[Adapter]:
         """All served adapters by name."""

@@ -84,6 +84,14 @@ class ConductorApi(Protocol):
         """Stop serving `name`. Raises RequestError 404 where it is not served."""
         ...
 
+    async def pin_adapter(self, name: str) -> None:
+        """Keep `name` in its slot until it is unpinned. Raises RequestError 404, AdapterError 409 where no slot would be left to turn."""
+        ...
+
+    async def unpin_adapter(self, name: str) -> None:
+        """Let `name`'s slot turn again. Raises RequestError 404 where it is not served."""
+        ...
+
     def not_ready_reason(self) -> str | None:
         """None while requests can be served, else why not."""
         ...

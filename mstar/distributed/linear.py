@@ -44,7 +44,7 @@ def _packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 def _packs(weight: Tensor) -> bool:
     """Whether this torch build can pack `weight`: the operators are internal, `torch.compile`'s own for a frozen CPU model."""
-    if weight.device.type != "cpu" or weight.numel() == 0 or not torch.backends.mkldnn.is_available():
+    if weight.device.type != "cpu" or weight.numel() == 0 or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
     if weight.dtype == torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()) and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")

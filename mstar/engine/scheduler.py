@@ -86,8 +86,8 @@ class Scheduler:
         self.queue.remove(rid)
 
     def has_work(self) -> bool:
-        """Whether any request is not finished."""
-        return bool(self._requests)
+        """Whether any request may run or be admitted; a pin that holds its slot does neither."""
+        return len(self.queue) > 0 or any(request.known for request in self._running.values())
 
     def running(self) -> list[str]:
         """Running requests in order of admission."""

@@ -72,6 +72,25 @@ def test_gone_while_it_takes_nothing(make_app: MakeApp, n: int):
     play(scenario())
 
 
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_stop_string_frees_the_stream_though_the_client_takes_nothing(make_app: MakeApp, n: int):
+    async def scenario() -> None:
+        more = asyncio.Event()
+        conductor = ScriptedConductor(lambda generation: [Chunk((270,)), more, Chunk((223,)), asyncio.Event()])
+        call = AsgiCall(make_app(conductor), "/v1/completions", {**COMPLETION, "stream": True, "n": n, "stop": " "})
+        await call.until_sent(1 + n)
+        call.stop_reading()
+        more.set()
+        for played in conductor.streams:
+            await played.cancelled.wait()
+        assert not call.task.done()
+        call.disconnect()
+        await call.task
+        assert [played.ends for played in conductor.streams] == [["cancelled"]] * n
+
+    play(scenario())
+
+
 def test_a_server_that_stops_cancels_what_runs(make_app: MakeApp):
     async def scenario() -> None:
         conductor = ScriptedConductor(lambda generation: [Chunk((270,)), asyncio.Event()])

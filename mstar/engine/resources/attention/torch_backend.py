@@ -1,4 +1,4 @@
-"""Paged attention with plain torch operators: one padded gather and one SDPA call per group of like rows, on any device.
+"""Paged attention with plain torch operators: one padded gather and one SDPA call per group of like pieces, on any device.
 
 Owned by the step thread. Per step, `plan` builds index tensors; per layer and group:
 
@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mstar.engine.resources.attention.base import AttentionBackend
-from mstar.engine.resources.attention.grouping import group_rows
+from mstar.engine.resources.attention.grouping import Piece, cut_rows, group_pieces
 from mstar.engine.resources.kv.cache import KvCache
 from mstar.engine.resources.kv.rows import KvRows
 
@@ -31,16 +31,15 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class _Group:
-    """Rows that attend in one padded batch.
+    """Pieces of rows that attend in one padded batch.
 
-    `tokens` (None: all of the step's, in order) are the packed tokens that the padded queries read, `[batch * num_queries]`;
-    `pages [batch * P]`; `masks` by window, additive, `[batch, 1, num_queries * g or 1, keys]`; `real` (None: all) picks the
-    unpadded queries out of the padded ones.
+    `tokens` are the packed tokens that the padded queries read, `[batch * num_queries]` or a plain run of them; `pages [batch * P]`;
+    `masks` by window, additive, `[batch, 1, num_queries * g or 1, keys]`; `real` (None: all) picks the unpadded queries.
     """
 
     batch: int
     num_queries: int
-    tokens: Tensor | None
+    tokens: Tensor | slice
     pages: Tensor
     masks: dict[int | None, Tensor]
     real: Tensor | None
@@ -72,38 +71,32 @@ class TorchAttention(AttentionBackend):
     def plan(self, rows: KvRows) -> None:
         """Build the step's index tensors and masks; zero the fresh pages."""
         self.cache.zero(rows.fresh_pages)
-        starts = np.asarray(rows.starts, dtype=np.int64)
         counts = np.asarray(rows.num_tokens, dtype=np.int64)
-        ends = starts + counts
-        first_token = np.cumsum(counts) - counts
+        ends = np.asarray(rows.starts, dtype=np.int64) + counts
         tables = self._tables(rows, ends)
-        row_of_token = np.repeat(np.arange(len(counts)), counts)
-        positions = np.arange(int(counts.sum())) - np.repeat(first_token - starts, counts)
+        positions = np.arange(int(counts.sum())) + np.repeat(ends - np.cumsum(counts), counts)
         block = self.cache.block_size
-        self._slots = self._to_device(tables[row_of_token, positions // block] * block + positions % block)
-        groups = group_rows(rows.num_tokens, ends.tolist())
-        self._groups = [self._group(np.asarray(group), starts, counts, first_token, tables, alone=len(groups) == 1) for group in groups]
-        self._order = None
-        if len(groups) > 1:
-            packed = np.concatenate([np.arange(first_token[row], first_token[row] + counts[row]) for group in groups for row in group])
-            self._order = self._to_device(np.argsort(packed))
+        self._slots = self._to_device(tables[np.repeat(np.arange(len(counts)), counts), positions // block] * block + positions % block)
+        groups = group_pieces(list(cut_rows(rows.starts, rows.num_tokens)))
+        self._groups = [self._group(group, tables) for group in groups]
+        packed = [np.arange(piece.first_token, piece.first_token + piece.num_tokens) for group in groups for piece in group]
+        order = np.argsort(np.concatenate(packed))
+        self._order = None if (order[1:] > order[:-1]).all() else self._to_device(order)
 
     def forward(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """See the seam."""
         self._flat_k[layer_idx].index_copy_(0, self._slots, k)
         self._flat_v[layer_idx].index_copy_(0, self._slots, v)
         outs = [self._attend(layer_idx, q, group) for group in self._groups]
-        if self._order is None:
-            return outs[0]
-        return torch.cat(outs).index_select(0, self._order)
+        out = outs[0] if len(outs) == 1 else torch.cat(outs)
+        return out if self._order is None else out.index_select(0, self._order)
 
     def _attend(self, layer_idx: int, q: Tensor, group: _Group) -> Tensor:
         """One group's real queries, `[tokens of the group, num_heads * head_dim]`."""
         head_dim, batch, queries, g = self.cache.head_dim, group.batch, group.num_queries, self._group_size
         keys = self._gather(self.cache.k[layer_idx], group)
         values = self._gather(self.cache.v[layer_idx], group)
-        if group.tokens is not None:
-            q = q.index_select(0, group.tokens)
+        q = q[group.tokens] if isinstance(group.tokens, slice) else q.index_select(0, group.tokens)
         q = q.reshape(batch, queries, -1, g, head_dim).transpose(1, 2).reshape(batch, -1, queries * g, head_dim)
         out = F.scaled_dot_product_attention(q, keys, values, attn_mask=group.masks[self._windows[layer_idx]], scale=self._scale)
         out = out.view(batch, -1, queries, g, head_dim).transpose(1, 2).reshape(batch * queries, self._num_heads * head_dim)
@@ -124,17 +117,23 @@ class TorchAttention(AttentionBackend):
             tables[row, :count] = table[:count]
         return tables
 
-    def _group(self, members: Ints, starts: Ints, counts: Ints, first_token: Ints, tables: Ints, *, alone: bool) -> _Group:
-        batch, queries = len(members), int(counts[members].max())
-        num_pages = -(-int((starts + counts)[members].max()) // self.cache.block_size)
-        within = np.minimum(np.arange(queries), counts[members, None] - 1)  # padded queries repeat the row's last token
-        even = bool((counts[members] == queries).all())
-        positions = starts[members, None] + within
-        tokens = None if alone and even else self._to_device((first_token[members, None] + within).ravel())
-        real = None if even else self._to_device(np.flatnonzero(np.arange(queries) < counts[members, None]))
-        pages = self._to_device(tables[members, :num_pages].ravel())
-        masks = {window: self._mask(positions, num_pages * self.cache.block_size, window) for window in set(self._windows)}
-        return _Group(batch, queries, tokens, pages, masks, real)
+    def _group(self, pieces: Sequence[Piece], tables: Ints) -> _Group:
+        counts = np.asarray([piece.num_tokens for piece in pieces])[:, None]
+        queries = int(counts.max())
+        within = np.minimum(np.arange(queries), counts - 1)  # padded queries repeat the piece's last token
+        tokens = (np.asarray([piece.first_token for piece in pieces])[:, None] + within).ravel()
+        is_run = len(tokens) == int(tokens[-1] - tokens[0]) + 1 and bool((tokens[1:] > tokens[:-1]).all())
+        num_pages = -(-max(piece.num_keys for piece in pieces) // self.cache.block_size)
+        pages = tables[[piece.row for piece in pieces], :num_pages].ravel()
+        positions = np.asarray([piece.start for piece in pieces])[:, None] + within
+        return _Group(
+            batch=len(pieces),
+            num_queries=queries,
+            tokens=slice(int(tokens[0]), int(tokens[-1]) + 1) if is_run else self._to_device(tokens),
+            pages=self._to_device(pages),
+            masks={window: self._mask(positions, num_pages * self.cache.block_size, window) for window in set(self._windows)},
+            real=None if (counts == queries).all() else self._to_device(np.flatnonzero(np.arange(queries) < counts)),
+        )
 
     def _mask(self, positions: Ints, num_keys: int, window: int | None) -> Tensor:
         """0 where a query sees a key, else -inf, in the cache's dtype; made on the device."""

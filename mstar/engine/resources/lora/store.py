@@ -12,7 +12,9 @@ What the tier holds follows from the ingests and removes of its own rank, so it 
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import threading
 import time
 from collections import OrderedDict, deque
@@ -241,6 +243,8 @@ class LoraAdapterStore(Generic[Copy]):
         self._thread.start()
 
     def _run(self) -> None:
+        with contextlib.suppress(OSError, AttributeError):  # reads give way to steps; only Linux has a priority per thread
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
         while True:
             with self._lock:
                 task = self._next_task()
