@@ -3,7 +3,7 @@
 Step thread; the same on leader and followers. The runner knows resources by their protocol and the model by one callable, so the
 simulator drives it without a model.
 
-    admit (resources in order) ─► fingerprint ─► plan ─► forward ─► sample ─► commit
+    admit (resources in order) ─► fingerprint ─► fence ─► plan ─► forward ─► sample ─► commit
 
 Between the sending of a step and its commit only the load agreement and a check of the gathered logits may fail a row; anything else
 raised here ends the process.
@@ -16,6 +16,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+import torch
 
 from mstar.engine.requests import RequestState, request_state
 from mstar.engine.resources.base import Resource, ResourceReqConfig, StepContext
@@ -99,11 +101,16 @@ class RunnerStats:
 
 
 class Runner:
-    """Drives `resources` (in admit order: slots before pages) and `model` through one step after another."""
+    """Drives `resources` (in admit order: slots before pages) and `model` through one step after another.
 
-    def __init__(self, resources: Sequence[Resource], model: Model) -> None:
+    `fence` returns once the device has done all that was given to it. It is called before each plan where a resource forces double
+    buffering, since a plan may overwrite a host buffer that the last step's copy still reads.
+    """
+
+    def __init__(self, resources: Sequence[Resource], model: Model, fence: Callable[[], None] | None = None) -> None:
         self._resources = tuple(resources)
         self._model = model
+        self._fence = (fence or torch.cuda.synchronize) if any(item.force_double_buffer for item in self._resources) else None
         self._requests: dict[str, RequestState] = {}
         self._ingested: set[str] = set()
         self._removed_early: set[str] = set()
@@ -157,6 +164,8 @@ class Runner:
         fingerprint = self.fingerprint()
         admitted(fingerprint)
         admit_s = time.perf_counter() - began
+        if self._fence is not None:
+            self._fence()
         for resource in self._resources:
             ctx.plan_results[resource.name] = resource.plan(self._view(resource, ctx), ctx)
         results = self._model(self._forward_input(ctx)) if ctx.live_rows() else []

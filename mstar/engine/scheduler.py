@@ -6,7 +6,8 @@ Pure: no torch, clock, threads or randomness. The result is broadcast; no follow
        ▲                    │                               │
        └────── preempted, youngest first, where pages run out ┘   (keeps its slot, loses its pages, keeps its arrival)
 
-A running request may take pages only from younger ones, so the oldest always gets on.
+A running request may take pages only from younger ones, so the oldest always gets on. A preempted one waits for pages alone, so it
+counts as no user of slots in the queue: one that waits for its slot must never keep it from coming back.
 """
 
 from __future__ import annotations
@@ -50,7 +51,10 @@ class Scheduled:
 
 @dataclass(frozen=True)
 class StepChoice:
-    """The rows of the next step, and who gives up pages for them. `failing` rows carry no tokens: their admit fails them."""
+    """The rows of the next step, and who gives up pages for them. Rows without tokens are pins, or fail at their admit.
+
+    Pages that were given up must be broadcast even where no row can use them now: then there are no rows.
+    """
 
     rows: tuple[Row, ...]
     preempted: tuple[str, ...]
@@ -118,12 +122,12 @@ class Scheduler:
             budget -= count
         if not preempted:
             self._admit(rows, budget)
-        return StepChoice(tuple(rows), tuple(preempted)) if rows else None
+        return StepChoice(tuple(rows), tuple(preempted)) if rows or preempted else None
 
     def _grow(self, request: Scheduled, preempted: list[str]) -> bool:
         """Promise the pages for what `request` knows, preempting younger ones; False where it had to give way itself."""
         while not self._kv.reserve_growth(request.rid, request.known):
-            victim = max(self._running.values(), key=lambda other: other.order)
+            victim = max((other for other in self._running.values() if other.known), key=lambda other: other.order)
             self._preempt(victim, preempted)
             if victim is request:
                 return False
@@ -133,17 +137,18 @@ class Scheduler:
         self._kv.preempt(victim.rid)
         del self._running[victim.rid]
         victim.computed = 0
-        self.queue.push(victim.rid, victim.order, uses_slot=victim.uses_slot)
+        self.queue.push(victim.rid, victim.order, uses_slot=False)
         preempted.append(victim.rid)
         self.num_preemptions += 1
 
     def _admit(self, rows: list[Row], budget: int) -> None:
         left = budget
+        places = self._limits.max_num_seqs - sum(1 for request in self._running.values() if request.known)
 
         def attempt(rid: str) -> Verdict:
-            nonlocal left
+            nonlocal left, places
             request = self._requests[rid]
-            if len(self._running) >= self._limits.max_num_seqs or (left < 1 and request.known):
+            if request.known and (left < 1 or places < 1):
                 return Verdict.FULL
             verdict, fails = self._reserve(rid, num_tokens=request.known)
             if verdict is not Verdict.ADMITTED:
@@ -154,6 +159,7 @@ class Scheduler:
                 count = min(request.remaining, left)
             rows.append(Row(rid, request.computed, count))
             left -= count
+            places -= request.known > 0
             self._running[rid] = request
             return verdict
 

@@ -88,6 +88,8 @@ class Decoder:
         cos, signed_sin = self._rope.tables(positions)
         for layer in self._layers:
             x = layer.forward(x, cos, signed_sin)
+        if logits_rows.numel() == 0:  # every rank has the same rows, so all of them leave out the gather
+            return x.new_empty((0, self.arch.vocab_size), dtype=torch.float32)
         x = x.index_select(0, logits_rows)
         local = self.weights.lm_head(_rms_norm(x, self.weights.final_norm, self.arch.rms_norm_eps))
         return self._comm.all_gather_columns(local, self._vocab_cuts).float()

@@ -7,10 +7,11 @@ import tracemalloc
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from adapter_folders import BASE, PREFIX, WEIGHTS, config, limits, raw_file, sentence, write_config
 
-from mstar.adapters import inspect_adapter, read_adapter
+from mstar.adapters import BaseShapes, inspect_adapter, read_adapter
 from mstar.errors import AdapterError
 
 A = PREFIX + "model.layers.0.self_attn.q_proj.lora_A.weight"
@@ -110,20 +111,21 @@ def test_an_honest_header_is_served_in_any_order_and_padding(tmp_path: Path) -> 
 
 def test_values_at_odd_places_are_read_right(tmp_path: Path) -> None:
     """The format lets a float32 start after an odd number of float16."""
-    import numpy as np
-
-    odd = {"model.layers.0.self_attn.k_proj.lora_A.weight": entry(0, 128, (1, 64), "F16")}
-    odd["model.layers.0.self_attn.k_proj.lora_B.weight"] = entry(128, 192, (32, 1), "F16")
-    lora_a, lora_b = np.arange(256, dtype=np.float32), -np.arange(256, dtype=np.float32)
-    header = {"lm_head.base_layer.weight": entry(0, 1, (1,), "U8")}
-    assert refusal(tmp_path, raw_file(header, b"\0"), "adapter_no_lora_tensors")
-    header = {**odd, A: entry(192, 192 + SIZE), B: entry(192 + SIZE, 192 + 2 * SIZE, (64, 4))}
-    write_config(tmp_path, config(rank_pattern={"k_proj": 1}))
-    (tmp_path / WEIGHTS).write_bytes(raw_file(header, bytes(192) + lora_a.tobytes() + lora_b.tobytes()))
-    found = read_adapter(tmp_path, BASE, limits()).pairs[(0, "self_attn.q_proj")]
-    np.testing.assert_array_equal(found.lora_a.reshape(-1), lora_a)
-    np.testing.assert_array_equal(found.lora_b.reshape(-1), lora_b)
-    assert found.lora_a.flags.aligned and not found.lora_a.flags.writeable
+    odd = BaseShapes({"self_attn.q_proj": (3, 5), "self_attn.k_proj": (3, 5)}, 1, 7, 3, 1, tied_head=False)
+    lora_a, lora_b = np.arange(3, dtype=np.float32), -np.arange(5, dtype=np.float32)
+    header = {
+        "layers.0.self_attn.k_proj.lora_A.weight": entry(0, 6, (1, 3), "F16"),
+        A: entry(6, 18, (1, 3)),
+        B: entry(18, 38, (5, 1)),
+        "layers.0.self_attn.k_proj.lora_B.weight": entry(38, 48, (5, 1), "F16"),
+    }
+    write_config(tmp_path, config(r=1))
+    (tmp_path / WEIGHTS).write_bytes(raw_file(header, bytes(6) + lora_a.tobytes() + lora_b.tobytes() + bytes(10)))
+    found = read_adapter(tmp_path, odd, limits()).pairs[(0, "self_attn.q_proj")]
+    np.testing.assert_array_equal(found.lora_a, lora_a.reshape(1, 3))
+    np.testing.assert_array_equal(found.lora_b, lora_b.reshape(5, 1))
+    for half in (found.lora_a, found.lora_b):
+        assert half.flags.aligned and half.ctypes.data % 4 == 0 and not half.flags.writeable
 
 
 def test_nothing_is_allocated_for_tensors_that_do_not_fit(tmp_path: Path) -> None:

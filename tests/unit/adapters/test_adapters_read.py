@@ -161,6 +161,31 @@ def test_an_error_of_the_disk_is_a_refusal(folder: Path, monkeypatch: pytest.Mon
         assert code(read) == "adapter_unreadable"
 
 
+@pytest.mark.parametrize(
+    ("read", "preads"),
+    [
+        (lambda folder: inspect_adapter(folder, BASE, limits()), 3),  # config, start of the header, its rest
+        (lambda folder: read_adapter(folder, BASE, limits()), 4),
+        (digest_adapter, 2),
+    ],
+)
+def test_a_file_that_ends_early_is_a_refusal_at_every_read(
+    read: Callable[[Path], object], preads: int, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where only the header is read: what is not there is never taken for zeros."""
+    real = os.preadv
+    for number in range(preads):
+        calls = iter(range(10**6))
+        monkeypatch.setattr(os, "preadv", lambda *args, number=number, calls=calls: 0 if next(calls) == number else real(*args))
+        with pytest.raises(AdapterError, match="was cut while it was read") as refused:
+            read(folder)
+        assert refused.value.code == "adapter_changed"
+    calls = iter(range(10**6))
+    monkeypatch.setattr(os, "preadv", lambda *args: (next(calls), real(*args))[1])
+    read(folder)
+    assert next(calls) == preads
+
+
 def test_short_preads_are_put_together(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = read_adapter(folder, BASE, limits())
     real = os.preadv

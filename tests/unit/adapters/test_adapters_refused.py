@@ -28,7 +28,7 @@ from adapter_folders import (
 from safetensors.numpy import save_file
 from safetensors.torch import save_file as save_torch
 
-from mstar.adapters import REFUSALS, catalogue_markdown, digest_adapter, inspect_adapter, read_adapter, resolve_path
+from mstar.adapters import REFUSALS, as_float32, catalogue_markdown, digest_adapter, inspect_adapter, read_adapter, resolve_path
 from mstar.errors import AdapterError
 
 Q = PREFIX + "model.layers.0.self_attn.q_proj"
@@ -295,13 +295,15 @@ def test_values_that_are_not_finite_are_refused_by_name(dtype: str, value: float
     check(refused.value, "non_finite", (A,))
 
 
-def test_the_largest_finite_values_are_served(tmp_path: Path) -> None:
-    for dtype in (np.float32, np.float16):
-        values = pair()
-        values = {key: half.astype(dtype) for key, half in values.items()}
-        values[A][0, 0], values[B][0, 0] = np.finfo(dtype).max, np.finfo(dtype).smallest_subnormal
-        read = read_adapter(hand_folder(tmp_path / np.dtype(dtype).name, values), BASE, limits())
-        assert read.pairs[(0, "self_attn.q_proj")].lora_a[0, 0] == np.finfo(dtype).max
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_the_largest_and_smallest_values_are_served(dtype: torch.dtype, tmp_path: Path) -> None:
+    halves = {key: torch.from_numpy(half).to(dtype) for key, half in pair().items()}
+    extremes = torch.tensor([torch.finfo(dtype).max, torch.finfo(dtype).min, torch.finfo(dtype).smallest_normal / 2, -0.0], dtype=dtype)
+    halves[A][:, 0] = extremes
+    write_config(tmp_path, config())
+    save_torch(halves, tmp_path / WEIGHTS)
+    found = read_adapter(tmp_path, BASE, limits()).pairs[(0, "self_attn.q_proj")]
+    np.testing.assert_array_equal(as_float32(found.lora_a, found.dtype)[:, 0], extremes.float().numpy())
 
 
 def test_c79_a_pickle_is_never_opened(tmp_path: Path) -> None:

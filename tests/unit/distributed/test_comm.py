@@ -24,9 +24,7 @@ def results(tmp_path_factory):
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(ROOT / "tests/unit/distributed/comm_worker.py"), str(store)]
     processes = [
-        subprocess.Popen(
-            [*command, str(tp_rank), str(TP_SIZE)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
+        subprocess.Popen([*command, str(tp_rank), str(TP_SIZE)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         for tp_rank in range(TP_SIZE)
     ]
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.nn.functional as F
 
@@ -52,3 +53,21 @@ def test_one_rank_issues_no_collective():
     assert comm.agree_max([0, 2, 1]) == [0, 2, 1]
     assert comm.all_reduce_min(7) == 7
     comm.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("num_tokens", [1, 8, 130])
+def test_the_plain_product_is_the_matmul_in_whatever_layout_it_keeps_the_weight(num_tokens, dtype):
+    x, weight, bias = torch.randn(num_tokens, 48).to(dtype), torch.randn(33, 48).to(dtype), torch.randn(33).to(dtype)
+    expected, tolerance = F.linear(x.double(), weight.double(), bias.double()), 1e-4 if dtype == torch.float32 else 0.15
+    strided = torch.stack((x, x), dim=1)[:, 0]
+    with torch.inference_mode():
+        for given in (x, strided):
+            y = linear_product(weight, bias)(given)
+            assert y.dtype == dtype and y.shape == (num_tokens, 33) and y.is_contiguous()
+            torch.testing.assert_close(y.double(), expected, atol=tolerance, rtol=0)
+        torch.testing.assert_close(linear_product(weight)(x).double(), expected - bias.double(), atol=tolerance, rtol=0)
+
+
+def test_an_empty_shard_gives_no_columns():
+    assert linear_product(torch.empty(0, 4))(torch.randn(3, 4)).shape == (3, 0)

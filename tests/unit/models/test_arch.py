@@ -112,7 +112,7 @@ def test_what_cannot_be_served_is_refused_naming_field_value_and_what_is_allowed
 
 
 def test_a_missing_folder_or_file_is_one_readable_line(tmp_path):
-    with pytest.raises(ConfigError, match="model is '.*nowhere', which is not a folder"):
+    with pytest.raises(ConfigError, match=r"model is '.*nowhere', which is not a folder"):
         load_arch(tmp_path / "nowhere")
     with pytest.raises(ConfigError, match=r"cannot read .*config\.json: No such file"):
         load_arch(tmp_path)

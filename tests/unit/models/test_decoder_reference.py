@@ -53,6 +53,16 @@ def test_logits_come_for_the_asked_rows_alone_in_their_order(tmp_path):
     torch.testing.assert_close(logits, reference_logits(model, tokens)[[5, 2]], atol=TOLERANCE, rtol=0)
 
 
+def test_a_chunk_that_needs_no_logits_gives_none_and_still_writes_its_keys(tmp_path):
+    model = make_model("llama2", tmp_path)
+    tokens = some_tokens(9, seed=3)
+    engine = make_engine(tmp_path)
+    nothing = engine.run([("a", tokens[:6])], logits_rows=[])
+    assert nothing.shape == (0, 128) and nothing.dtype == torch.float32
+    (rest,) = engine.step([("a", tokens[6:])])
+    torch.testing.assert_close(rest, reference_logits(model, tokens)[6:], atol=TOLERANCE, rtol=0)
+
+
 def test_bfloat16_stays_as_close_to_float32_as_transformers_does(tmp_path):
     tokens = some_tokens(40, seed=5)
     exact = reference_logits(make_model("llama3", tmp_path / "f32"), tokens)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ import torch
 
 from mstar.distributed.comm import CommGroup
 from mstar.distributed.shards import even_cuts, plan_heads
+from mstar.errors import ConfigError
 from mstar.models.arch import load_arch
 from mstar.models.loader import weights_bytes
 from mstar.models.lora_targets import lora_spec
@@ -29,11 +32,7 @@ def workdir(tmp_path_factory):
     workdir = tmp_path_factory.mktemp("tp")
     expected = {}
     for family in MODELS:
-        model = make_model(family, workdir / family)
-        prompts, _ = schedule(model.config.vocab_size)
-        expected[family] = {rid: reference_logits(model, tokens) for rid, tokens in prompts.items()}
-        merge_adapter(model, workdir / family)
-        expected[f"{family}/lora"] = {rid: reference_logits(model, tokens) for rid, tokens in prompts.items()}
+        expected.update(make_expected(family, workdir / family))
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(ROOT / "tests/unit/models/tp_worker.py"), str(workdir)]
     processes = [
@@ -48,6 +47,15 @@ def workdir(tmp_path_factory):
     assert [process.returncode for process in processes] == [0] * len(processes), "\n".join(errors)
     torch.save(expected, workdir / "expected.pt")
     return workdir
+
+
+def make_expected(family, folder):
+    """Make the model; transformers' logits per request, without and with the adapter."""
+    model = make_model(family, folder)
+    prompts, _ = schedule(model.config.vocab_size)
+    base = {rid: reference_logits(model, tokens) for rid, tokens in prompts.items()}
+    merge_adapter(model, folder)
+    return {family: base, f"{family}/lora": {rid: reference_logits(model, tokens) for rid, tokens in prompts.items()}}
 
 
 def merge_adapter(model, folder):
@@ -116,3 +124,51 @@ def test_bfloat16_all_reduce_sums_on_every_rank(size, workdir):
     for tp_rank in range(size):
         total = torch.load(workdir / f"out{size}-{tp_rank}.pt")["bf16_sum"]
         assert total.dtype == torch.bfloat16 and (total == size * (size + 1) / 2).all()
+
+
+class ThreadComm(CommGroup):
+    """Ranks as threads of this process: a sum and a gather over what all of them brought."""
+
+    def __init__(self, tp_rank, tp_size, barrier, table):
+        super().__init__(tp_rank, tp_size)
+        self.barrier, self.table = barrier, table
+
+    def all_reduce(self, x):
+        return x.copy_(torch.stack(self.exchange(x.clone())).sum(dim=0))
+
+    def all_gather_columns(self, x, cuts):
+        assert x.shape[1] == cuts[self.tp_rank][1] - cuts[self.tp_rank][0]
+        return torch.cat(self.exchange(x), dim=1)
+
+    def exchange(self, x):
+        self.table[self.tp_rank] = x
+        self.barrier.wait(timeout=60)
+        everyone = list(self.table)
+        self.barrier.wait(timeout=60)
+        return everyone
+
+
+@pytest.mark.parametrize(
+    ("family", "size"), [("smollm2", 5), ("smollm2", 7), ("smollm2", 9), ("qwen3-ten-heads", 6), ("qwen3-ten-heads", 10)]
+)
+def test_degrees_up_to_the_number_of_query_heads_match_transformers(family, size, tmp_path):
+    expected = make_expected(family, tmp_path)
+
+    def rank(tp_rank):
+        comm = ThreadComm(tp_rank, size, barrier, table)
+        return {kind: play(make_engine(tmp_path, comm, deltas and deltas(tmp_path, comm))) for kind, deltas in kinds.items()}
+
+    kinds = {family: None, f"{family}/lora": plain_deltas}
+    barrier, table = threading.Barrier(size), [None] * size
+    with ThreadPoolExecutor(size) as ranks:
+        per_rank = list(ranks.map(rank, range(size)))
+    for kind, logits in expected.items():
+        for rid, wanted in logits.items():
+            torch.testing.assert_close(per_rank[0][kind][rid], wanted, atol=TOLERANCE, rtol=0)
+            assert all(torch.equal(per_rank[0][kind][rid], other[kind][rid]) for other in per_rank[1:])
+
+
+def test_more_ranks_than_query_heads_are_refused(tmp_path):
+    make_model("smollm2", tmp_path)
+    with pytest.raises(ConfigError, match="tensor_parallel_size is 10; this model allows 1 to 9"):
+        make_engine(tmp_path, CommGroup(0, 10))

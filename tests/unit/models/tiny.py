@@ -38,7 +38,8 @@ _SIZES = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 256,
 }
-_NINE_HEADS = {**_SIZES, "hidden_size": 144, "num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 130, "intermediate_size": 126}
+_NINE_HEADS = {"hidden_size": 144, "num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 130, "intermediate_size": 126}
+_TEN_HEADS = {"num_attention_heads": 10, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 131, "intermediate_size": 125}
 _LLAMA3 = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 _YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
 _FACTORS = {"short_factor": [1.0 + i / 8 for i in range(8)], "long_factor": [2.0 + i for i in range(8)]}
@@ -53,13 +54,14 @@ FAMILIES: dict[str, tuple[type[PreTrainedModel], type, dict]] = {
     "llama-yarn": (LlamaForCausalLM, LlamaConfig, {"rope_parameters": _YARN}),
     "llama-longrope": (LlamaForCausalLM, LlamaConfig, {"rope_parameters": _LONGROPE}),
     "llama-biases": (LlamaForCausalLM, LlamaConfig, {"attention_bias": True, "mlp_bias": True}),
-    "smollm2": (LlamaForCausalLM, LlamaConfig, {**_NINE_HEADS, "tie_word_embeddings": True}),
+    "smollm2": (LlamaForCausalLM, LlamaConfig, {"tie_word_embeddings": True, **_NINE_HEADS}),
     "mistral": (MistralForCausalLM, MistralConfig, {"sliding_window": 8}),
     "mistral-no-window": (MistralForCausalLM, MistralConfig, {"sliding_window": None, "head_dim": 24}),
     "qwen2": (Qwen2ForCausalLM, Qwen2Config, {}),
     "qwen2.5-tied": (Qwen2ForCausalLM, Qwen2Config, {"tie_word_embeddings": True, "rope_parameters": _YARN}),
     "qwen2-window": (Qwen2ForCausalLM, Qwen2Config, _QWEN_WINDOW),
     "qwen3": (Qwen3ForCausalLM, Qwen3Config, {"head_dim": 32}),
+    "qwen3-ten-heads": (Qwen3ForCausalLM, Qwen3Config, _TEN_HEADS),
     "qwen3-window": (Qwen3ForCausalLM, Qwen3Config, {"head_dim": 16, "attention_bias": True, **_QWEN_WINDOW}),
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from itertools import pairwise
 
 import pytest
 import torch
@@ -211,7 +212,7 @@ def test_the_reference_intervals_of_all_tokens_tile_zero_to_one():
     intervals = [draw_interval(logits, wanted, token_id) for token_id in range(40)]
     kept = [interval for interval in intervals if interval[0] < interval[1]]
     assert kept[0][0] == 0 and kept[-1][1] == pytest.approx(1)
-    assert all(before[1] == pytest.approx(after[0]) for before, after in zip(kept, kept[1:], strict=False))
+    assert all(before[1] == pytest.approx(after[0]) for before, after in pairwise(kept))
     assert 1 < len(kept) < 30
 
 

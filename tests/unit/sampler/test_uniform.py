@@ -6,7 +6,6 @@ import numpy as np
 
 from mstar.engine.resources.sampler.uniform import child_seed, uniform
 
-
 PINNED = [0.9557467261317436, 0.48634953628166855, 0.06735789320333596]
 
 

@@ -90,8 +90,7 @@ class PageTable:
 
     def extend(self, rid: str, num_tokens: int) -> list[int]:
         """Grow `rid`'s table to hold `num_tokens`; returns the fresh pages. Raises CapacityError, then nothing is taken."""
-        table = self._tables.setdefault(rid, [])
-        need = self.pages_for(num_tokens) - len(table)
+        need = self.pages_for(num_tokens) - len(self._tables.get(rid, ()))
         if need <= 0:
             return []
         if need > len(self._free):
@@ -104,7 +103,7 @@ class PageTable:
                 del self._page_of[key]
             self._refs[page] = 1
             fresh.append(page)
-        table.extend(fresh)
+        self._tables.setdefault(rid, []).extend(fresh)
         self._note(f"extend {rid} {fresh}")
         return fresh
 

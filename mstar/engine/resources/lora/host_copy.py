@@ -103,10 +103,11 @@ class HostReader:
         if tensor.dtype == self._dtype:
             return tensor
         cast = tensor.to(self._dtype)
-        if self._dtype == torch.float16 and not bool(torch.isfinite(cast).all()):
-            largest = float(tensor.abs().max())
+        if torch.finfo(self._dtype).max < torch.finfo(tensor.dtype).max and not bool(torch.isfinite(cast).all()):
+            name, largest = str(self._dtype).removeprefix("torch."), float(tensor.abs().max())
             raise AdapterError(
-                f"{what} holds {largest:g}, which float16 slots cannot hold (largest 65504); serve with dtype bfloat16 or float32",
+                f"{what} holds {largest:g}, which {name} slots cannot hold (largest {torch.finfo(self._dtype).max:g}); "
+                "serve with a dtype of a wider range",
                 code="adapter_dtype_overflow",
             )
         return cast

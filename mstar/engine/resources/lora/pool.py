@@ -33,7 +33,8 @@ from mstar.engine.resources.lora.backends.base import LayerWeights, LoraBackend
 from mstar.engine.resources.lora.backends.torch_backend import TorchLoraBackend
 from mstar.engine.resources.lora.delta import LoraLayerDelta
 from mstar.engine.resources.lora.host_copy import HostCopy, HostReader
-from mstar.engine.resources.lora.slots import FAILED, READY, ZERO_SLOT, AdmitPlan, Install, Reservations, SlotTable
+from mstar.engine.resources.lora.reader import Reader
+from mstar.engine.resources.lora.slots import FAILED, IN_FLIGHT, READY, ZERO_SLOT, AdmitPlan, Install, Reservations, SlotTable
 from mstar.engine.resources.lora.spec import LoraSpec
 from mstar.engine.resources.lora.store import LoraAdapterStore
 from mstar.engine.resources.lora.weights import SlotWeights
@@ -66,10 +67,8 @@ class LoraAdapterPool(Resource):
     """See the module. `rank` and `world_size` are the TP rank and degree of the lockstep instance.
 
     `agree` takes this rank's vector (0 ready, 1 in flight, 2 failed; one entry per miss) and returns the elementwise maximum over the
-    ranks; it is needed where `world_size` is above 1. `read` is the reader, replaced in tests.
+    ranks; it is needed where `world_size` is above 1. `read` reads a folder and `reader` says when, both replaced in tests.
     """
-
-    name = "lora"
 
     def __init__(
         self,
@@ -85,9 +84,11 @@ class LoraAdapterPool(Resource):
         read: Read | None = None,
         on_copy: Callable[[str], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
+        reader: Reader | None = None,
     ) -> None:
         if agree is None and world_size > 1:
             raise ValueError("a pool of several ranks needs `agree`")
+        self.name = f"lora.{spec.node_name}"  # a pool per node: each has its own plan in a step
         self.spec = spec
         self.device = torch.device(device)
         self.rank = rank
@@ -100,6 +101,7 @@ class LoraAdapterPool(Resource):
         self.num_agreements = 0
         self._agree: Agree = agree or (lambda statuses: statuses)
         self._clock = clock
+        self._on_copy = on_copy or (lambda name: None)
         self._lock = threading.RLock()
         self._table = SlotTable(spec.max_loras)
         self._reservations = Reservations(self._table)
@@ -108,11 +110,12 @@ class LoraAdapterPool(Resource):
             read or HostReader(spec, rank, self.dtype),
             capacity=spec.max_cpu_loras,
             read_timeout_s=spec.read_timeout_s,
-            on_change=on_copy,
+            on_change=self._on_copy,
             clock=clock,
+            reader=reader,
         )
         self._has_something: dict[str, bool] = {}  # served name -> whether its adapter has targets here
-        self._loading: set[str] = set()
+        self._loading: dict[str, Future[None]] = {}  # by name, the one load of it that still counts
         self._retiring: set[str] = set()
         self._requests: dict[str, _Request] = {}
         self._removed_early: set[str] = set()
@@ -174,7 +177,7 @@ class LoraAdapterPool(Resource):
         done: Future[None] = Future()
         with self._lock:
             self._refuse_taken(name)
-            self._loading.add(name)
+            self._loading[name] = done
         checked = self._store.check(path, digest)
         checked.add_done_callback(lambda future: self._loaded(name, path, digest, future, done))
         return done
@@ -185,7 +188,7 @@ class LoraAdapterPool(Resource):
         An adapter that this pool does not serve is a no-op (False); one still loading is not served when its read ends.
         """
         with self._lock:
-            self._loading.discard(name)
+            self._loading.pop(name, None)
             if not self._store.serves(name):
                 return False
             if self._live.get(name):
@@ -202,7 +205,10 @@ class LoraAdapterPool(Resource):
     # requests
 
     def ingest_request(self, rid: str, overrides: ResourceReqConfig | None = None) -> None:
-        """Open the request's state, once per request, and start reading its adapter if this rank has no copy."""
+        """Open the request's state, once per request, and start reading its adapter if this rank has no copy.
+
+        A copy that is in already (or failed, for another request) is reported at once: no read will report it for this one.
+        """
         with self._lock:
             if rid in self._removed_early:
                 self._removed_early.discard(rid)
@@ -215,6 +221,9 @@ class LoraAdapterPool(Resource):
             self._requests[rid] = _Request(adapter)
             self._live[adapter] = self._live.get(adapter, 0) + 1
             self._store.hold(adapter)
+            settled = self._store.state(adapter) != IN_FLIGHT
+        if settled:
+            self._on_copy(adapter)
 
     def remove_request(self, rid: str) -> None:
         """End the request: its slot has one holder less. Before its ingest, leave a mark that the ingest consumes."""
@@ -291,9 +300,12 @@ class LoraAdapterPool(Resource):
         return self._waits.get(rid, "slot")
 
     def note_copy(self, tp_rank: int, name: str) -> None:
-        """A follower's copy of `name` is in or failed. A hint: it only delays reservations, and for `hint_wait_s` at most."""
+        """A follower's copy of `name` is in or failed. A hint: it only delays reservations, and for `hint_wait_s` at most.
+
+        It may come before the request that it is about: the follower hears of that from the front, on a channel of its own.
+        """
         with self._lock:
-            if name in self._live:
+            if name in self._live or self._store.serves(name):
                 self._hints.setdefault(name, set()).add(tp_rank)
 
     # a step
@@ -427,14 +439,15 @@ class LoraAdapterPool(Resource):
         try:
             copy = checked.result()
             with self._lock:
-                if name not in self._loading:
+                if self._loading.get(name) is not done:
                     raise AdapterError(f"the adapter {name!r} was unloaded while it loaded", code="adapter_unloaded", status=409)
-                self._loading.discard(name)
+                del self._loading[name]
                 self._store.serve(name, path, digest or copy.digest)
                 self._has_something[name] = bool(copy.targets)
         except Exception as error:  # the future carries it to whoever loads
             with self._lock:
-                self._loading.discard(name)
+                if self._loading.get(name) is done:
+                    del self._loading[name]
             done.set_exception(error)
             return
         done.set_result(None)
@@ -443,6 +456,7 @@ class LoraAdapterPool(Resource):
         self._store.forget(name)
         self._table.forget(name)
         self._has_something.pop(name, None)
+        self._hints.pop(name, None)
         self._retiring.discard(name)
 
     def _has_failed(self, adapter: str) -> bool:

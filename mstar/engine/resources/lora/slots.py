@@ -117,6 +117,7 @@ class SlotTable:
         if not rows:
             return AdmitPicks((), (), ())
         self._clock += 1
+        self._digest = None
         taken: list[tuple[str, int]] = []
         missing: dict[str, list[str]] = {}
         for rid, adapter in rows:

@@ -12,9 +12,7 @@ What the tier holds follows from the ingests and removes of its own rank, so it 
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
 import threading
 import time
 from collections import OrderedDict, deque
@@ -23,6 +21,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from mstar.engine.resources.lora.reader import Reader, ThreadReader
 from mstar.engine.resources.lora.slots import FAILED, IN_FLIGHT, READY
 from mstar.errors import AdapterError, RequestError
 
@@ -67,7 +66,7 @@ class LoraAdapterStore(Generic[Copy]):
     """Host copies of the served adapters on one rank.
 
     `read(path, digest, cancelled)` runs on a reader thread and returns a copy or raises; it is the seam that tests replace.
-    `on_change(name)` is called, on the reader thread and outside the lock, whenever a copy came in or failed.
+    `on_change(name)` is called, on the reader thread and outside the lock, whenever a copy came in or failed. `reader` runs the reads.
     """
 
     def __init__(
@@ -78,6 +77,7 @@ class LoraAdapterStore(Generic[Copy]):
         read_timeout_s: float = 30.0,
         on_change: Callable[[str], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
+        reader: Reader | None = None,
     ) -> None:
         self._read = read
         self._capacity = capacity
@@ -85,16 +85,15 @@ class LoraAdapterStore(Generic[Copy]):
         self._on_change = on_change or (lambda name: None)
         self._clock = clock
         self._lock = threading.Condition()
+        self._reader = reader or ThreadReader()
         self._served: dict[str, Source] = {}
         self._entries: OrderedDict[str, Entry[Copy]] = OrderedDict()  # least recently used first
         self._queue: deque[_Task[Copy]] = deque()
         self._running: _Task[Copy] | None = None
         self._urgent: frozenset[str] = frozenset()  # read ahead of the queue and over the bound
-        self._closed = False
         self._num_reads = 0
         self._num_failures = 0
-        self._thread: threading.Thread
-        self._start_thread()
+        self._reader.start(self)
 
     # served names
 
@@ -121,7 +120,7 @@ class LoraAdapterStore(Generic[Copy]):
         future: Future[Copy] = Future()
         with self._lock:
             self._queue.append(_Task(Source(path, digest), future=future))
-            self._lock.notify_all()
+            self._reader.wake()
         return future
 
     # the tier
@@ -137,11 +136,11 @@ class LoraAdapterStore(Generic[Copy]):
                 if source is None:
                     entry.state = FAILED
                     entry.error = AdapterError(f"the adapter {name!r} is not served on this rank", code="adapter_not_served", status=404)
-                else:
+                elif self._running is None or self._running.source is not source:  # else that read is this one's
                     self._queue.append(_Task(source, name=name))
             entry.holders += 1
             self._entries.move_to_end(name)
-            self._lock.notify_all()
+            self._reader.wake()
 
     def drop(self, name: str) -> None:
         """The request was removed. A failed entry nobody holds is forgotten, so that the next request reads anew."""
@@ -153,7 +152,7 @@ class LoraAdapterStore(Generic[Copy]):
             if entry.holders <= 0 and entry.state != READY:
                 self._drop(name)
             self._trim()
-            self._lock.notify_all()
+            self._reader.wake()
 
     def state(self, name: str) -> int:
         """READY, IN_FLIGHT or FAILED on this rank. A name the tier does not hold has failed."""
@@ -186,7 +185,7 @@ class LoraAdapterStore(Generic[Copy]):
             rest = [task for task in self._queue if task.name not in wanted]
             self._queue = deque(first + rest)
             self._urgent = wanted
-            self._lock.notify_all()
+            self._reader.wake()
 
     def wait(self, names: Collection[str], timeout_s: float, idle: Callable[[], None] | None = None) -> bool:
         """Block until none of `names` is in flight; False after `timeout_s`. `idle` runs now and then, outside the lock."""
@@ -199,7 +198,7 @@ class LoraAdapterStore(Generic[Copy]):
                 left = deadline - self._clock()
                 if not pending or left <= 0:
                     return not pending
-                self._lock.wait(min(left, 0.02 if idle else 0.5))
+                self._reader.wait(min(left, 0.02 if idle else 0.5))
             if idle is not None:
                 idle()
 
@@ -223,52 +222,47 @@ class LoraAdapterStore(Generic[Copy]):
                 return
             task.abandoned = True
             self._running = None
-            self._start_thread()
+            self._reader.replace()
         error = AdapterError(
             f"reading {task.source.path} took longer than {self._read_timeout_s:g} s", code="adapter_read_timeout", status=503
         )
         self._settle(task, None, error)
 
     def close(self) -> None:
-        """Stop the reader thread; a read under way is left behind (its thread is a daemon)."""
+        """Take no further reads; one under way is left behind (its thread is a daemon)."""
+        self._reader.close()
+
+    # the reader's side
+
+    @property
+    def lock(self) -> threading.Condition:
+        """See ReadSource.lock."""
+        return self._lock
+
+    def take(self) -> _Task[Copy] | None:
+        """See ReadSource.take."""
+        task = self._next_task()
+        if task is not None:
+            task.started = self._clock()
+            self._running = task
+        return task
+
+    def run(self, task: _Task[Copy]) -> None:
+        """See ReadSource.run."""
+        copy: Copy | None = None
+        error: RequestError | None = None
+        try:
+            copy = self._read(task.source.path, task.source.digest, lambda: task.abandoned)
+        except RequestError as refused:
+            error = refused
+        except Exception as crashed:  # a reader's bug or an OSError fails this read; the tier goes on
+            log.exception("reading %s failed", task.source.path)
+            error = AdapterError(f"reading the adapter failed: {crashed}", code="adapter_read_failed", status=500)
         with self._lock:
-            self._closed = True
-            self._lock.notify_all()
-        self._thread.join(timeout=1.0)
-
-    # reader thread
-
-    def _start_thread(self) -> None:
-        self._thread = threading.Thread(target=self._run, name="mstar-reader", daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        with contextlib.suppress(OSError, AttributeError):  # reads give way to steps; only Linux has a priority per thread
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
-        while True:
-            with self._lock:
-                task = self._next_task()
-                while task is None:
-                    if self._closed or self._thread is not threading.current_thread():
-                        return
-                    self._lock.wait()
-                    task = self._next_task()
-                task.started = self._clock()
-                self._running = task
-            copy: Copy | None = None
-            error: RequestError | None = None
-            try:
-                copy = self._read(task.source.path, task.source.digest, lambda task=task: task.abandoned)  # type: ignore[misc]
-            except RequestError as refused:
-                error = refused
-            except Exception as crashed:  # a reader's bug or an OSError fails this read; the tier goes on
-                log.exception("reading %s failed", task.source.path)
-                error = AdapterError(f"reading the adapter failed: {crashed}", code="adapter_read_failed", status=500)
-            with self._lock:
-                if task.abandoned:
-                    return
-                self._running = None
-            self._settle(task, copy, error)
+            if task.abandoned:
+                return
+            self._running = None
+        self._settle(task, copy, error)
 
     def _next_task(self) -> _Task[Copy] | None:
         """The first task that may run: the tier's bound holds back reads that no admit waits for."""
@@ -302,7 +296,7 @@ class LoraAdapterStore(Generic[Copy]):
                     self._drop(name)
             self._urgent = self._urgent - {name}
             self._trim()
-            self._lock.notify_all()
+            self._reader.wake()
         if error is not None:
             log.warning("adapter %s: %s", name, error)
         self._on_change(name)

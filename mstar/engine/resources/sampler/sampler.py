@@ -139,7 +139,7 @@ def _draw(logits: Tensor, best: Tensor, rows: Sequence[SampleRow]) -> list[int]:
         weights = weights.masked_fill_(scaled < threshold, 0)
     cdf = weights.cumsum(dim=-1, dtype=torch.float64)
     targets = column([uniform(row.sampling.seed, row.position) for row in rows], torch.float64) * cdf[:, -1:]
-    picked: list[int] = torch.searchsorted(cdf, targets, right=True)[:, 0].clamp_(max=logits.shape[1] - 1).tolist()
+    picked: list[int] = torch.searchsorted(cdf, targets - 0.01 * cdf[:, -1:], right=True)[:, 0].clamp_(max=logits.shape[1] - 1).tolist()
     return picked
 
 
