@@ -30,7 +30,7 @@ import torch
 from mstar.engine.resources.base import ASKS, AdmitOutcome, Agree, EngineResourceInfo, Resource, ResourceReqConfig, StepContext, WaitReason
 from mstar.engine.resources.lora.addressing import HostAddressing, LoraAddressing, group_by_slot, rows_of_grouping
 from mstar.engine.resources.lora.backends.base import LayerWeights, LoraBackend
-from mstar.engine.resources.lora.backends.torch_backend import TorchLoraBackend
+from mstar.engine.resources.lora.backends.select import default_backend
 from mstar.engine.resources.lora.delta import LoraLayerDelta
 from mstar.engine.resources.lora.host_copy import HostCopy, HostReader
 from mstar.engine.resources.lora.reader import Reader
@@ -94,8 +94,8 @@ class LoraAdapterPool(Resource):
         self.rank = rank
         self.world_size = world_size
         self.decides = decides
-        self.backend = backend or TorchLoraBackend()
         self.dtype = dtype or torch.float32
+        self.backend = backend or default_backend(self.device, self.dtype)
         self.num_installs = 0
         self.num_evictions = 0
         self.num_agreements = 0
@@ -354,12 +354,13 @@ class LoraAdapterPool(Resource):
         self._active = any(row_slots)
         if not self._active:
             return None
-        max_rank = max(self._weights.slot_rank(slot) for slot in row_slots)
         for grouping in {1} | {target.row_grouping for target in self.spec.targets}:
             host = group_by_slot(row_slots, rows_of_grouping(row_tokens, grouping), self.spec.max_loras + 1)
             addressing = self._to_device(grouping, host)
             self._addressings[grouping] = addressing
-            self._kernel_plans[grouping] = self.backend.plan(addressing, host.segments(), max_rank)
+            segments = host.segments()
+            ranks = [self._weights.slot_rank(segment.slot) for segment in segments]
+            self._kernel_plans[grouping] = self.backend.plan(addressing, segments, ranks)
         return self._addressings[1]
 
     def commit(self, step: LoraStep, ctx: StepContext) -> None:

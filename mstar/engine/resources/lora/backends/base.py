@@ -30,9 +30,9 @@ class LoraBackend(ABC):
     """Adds low-rank deltas for a whole mixed batch."""
 
     @abstractmethod
-    def plan(self, addressing: LoraAddressing, segments: Sequence[Segment], max_rank: int) -> Any:
-        """Prepare one step (for one row grouping). `segments` are the host's copy of the non-empty slots, `max_rank` the largest
-        rank among them. The result is immutable and is handed to every `add_delta` of the step."""
+    def plan(self, addressing: LoraAddressing, segments: Sequence[Segment], ranks: Sequence[int]) -> Any:
+        """Prepare one step (for one row grouping). `segments` are the host's copy of the non-empty slots, at least one, and `ranks`
+        the largest rank in use in each. The result is immutable and is handed to every `add_delta` of the step."""
 
     @abstractmethod
     def add_delta(self, y: torch.Tensor, x: torch.Tensor, weights: LayerWeights, plan: Any) -> torch.Tensor:

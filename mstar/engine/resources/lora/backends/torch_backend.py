@@ -35,7 +35,7 @@ class TorchLoraPlan:
 class TorchLoraBackend(LoraBackend):
     """The reference backend; also the fallback where no faster one is there."""
 
-    def plan(self, addressing: LoraAddressing, segments: Sequence[Segment], max_rank: int) -> TorchLoraPlan:
+    def plan(self, addressing: LoraAddressing, segments: Sequence[Segment], ranks: Sequence[int]) -> TorchLoraPlan:
         """See LoraBackend.plan."""
         size = min(_CHUNK_SIZES, key=lambda c: sum(-(-s.length // c) * (c + _COPY_COST) for s in segments))
         positions: list[int] = []
@@ -59,7 +59,7 @@ class TorchLoraBackend(LoraBackend):
             real=keep,
             targets=tokens if keep is None else tokens[keep],
             chunk_size=size,
-            max_rank=max_rank,
+            max_rank=max(ranks),
         )
 
     def add_delta(self, y: torch.Tensor, x: torch.Tensor, weights: LayerWeights, plan: TorchLoraPlan) -> torch.Tensor:
