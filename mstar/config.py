@@ -62,6 +62,7 @@ class ServeConfig(BaseModel):
     max_cpu_loras: int | None = Field(None, ge=1, description="Adapters in the host tier. Default: twice max_loras; at least max_loras.")
     max_registered_loras: int = Field(10_000, ge=1, description="Names that may be served at a time; a load beyond is refused.")
     lora_root: tuple[str, ...] = Field((), description="Folders that adapter folders may lie in. Default: those of lora_modules.")
+    registry_file: str | None = Field(None, description="Where adapters loaded at runtime are kept. Default: only while this server runs.")
     enable_runtime_lora: bool = Field(default=False, description="Serve the load and unload routes; needs admin_key.")
 
     # HTTP

@@ -15,13 +15,15 @@ from mstar.config import ServeConfig
 
 
 class FrontLaunch(BaseModel):
-    """One start of the front. `listen_fd` is the inherited listening socket."""
+    """One start of the front. `listen_fd` is the inherited listening socket; `run` names the supervisor's run."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     config: ServeConfig
     front_endpoint: str
     listen_fd: int
+    registry_path: str
+    run: str
     started_at: float  # seconds since the epoch
 
 

@@ -13,6 +13,7 @@ import signal
 import socket
 import sys
 import time
+from pathlib import Path
 
 import uvloop
 
@@ -21,6 +22,7 @@ from mstar.api.server import serve_app
 from mstar.api.text import TextProcessor
 from mstar.conductor.conductor import Conductor
 from mstar.conductor.metrics import Metrics
+from mstar.conductor.registry_file import RegistryFile
 from mstar.errors import ConfigError
 from mstar.launch import FrontLaunch, read_front_launch
 
@@ -44,7 +46,7 @@ def main() -> int:
 async def _serve(launch: FrontLaunch) -> None:
     config = launch.config
     metrics = Metrics(config.base_name)
-    conductor = Conductor(config, launch.front_endpoint, metrics)
+    conductor = Conductor(config, launch.front_endpoint, metrics, RegistryFile(Path(launch.registry_path), launch.run))
     text = await asyncio.to_thread(
         TextProcessor.load, config.tokenizer or config.model, config.chat_template, vocab_size=conductor.vocab_size
     )

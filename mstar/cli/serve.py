@@ -28,7 +28,7 @@ _PANELS: dict[str, tuple[str, ...]] = {
     ),
     "LoRA adapters": (
         *("enable_lora", "lora_modules", "max_loras", "max_lora_rank", "max_cpu_loras", "max_registered_loras", "lora_root"),
-        "enable_runtime_lora",
+        *("registry_file", "enable_runtime_lora"),
     ),
     "HTTP": ("host", "port", "api_key", "admin_key", "max_body_bytes", "max_logprobs", "log_level"),
     "Timeouts": (

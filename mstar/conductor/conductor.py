@@ -12,6 +12,7 @@ import asyncio
 import logging
 import time
 import uuid
+from dataclasses import replace
 from typing import Any
 
 from mstar.conductor.gate import HostTierGate
@@ -19,8 +20,10 @@ from mstar.conductor.lifecycle import AdapterLifecycle
 from mstar.conductor.links import RankLinks
 from mstar.conductor.metrics import Metrics
 from mstar.conductor.registry import Adapter, Registry
+from mstar.conductor.registry_file import RegistryFile
 from mstar.conductor.status import StatusBoard, rank_report
 from mstar.conductor.streams import LiveRequest, RequestStream
+from mstar.conductor.suspects import Suspects
 from mstar.conductor.types import Chunk, Generation, ServedModel
 from mstar.config import ServeConfig
 from mstar.errors import RequestError
@@ -32,14 +35,16 @@ log = logging.getLogger(__name__)
 class Conductor:
     """One front's conductor. `start` binds nothing new: the links' endpoint is bound on construction."""
 
-    def __init__(self, config: ServeConfig, endpoint: str, metrics: Metrics) -> None:
+    def __init__(self, config: ServeConfig, endpoint: str, metrics: Metrics, registry_file: RegistryFile | None = None) -> None:
         self._config = config
         self._metrics = metrics
         self._front_epoch = uuid.uuid4().hex[:8]
         self._created = int(time.time())
         self._registry = Registry(config.base_name, self._front_epoch, config.max_registered_loras)
+        self._registry_file = registry_file
         self._requests: dict[str, LiveRequest] = {}
         self._gate = HostTierGate(config.host_tier_size)
+        self._suspects = Suspects()
         self._num_accepted = 0
         self._num_starts = 0
         self._max_model_len = config.max_model_len or 0
@@ -61,9 +66,31 @@ class Conductor:
 
     async def start(self) -> None:
         """Check the configured adapters, then listen for the ranks. Raises ConfigError for an adapter that cannot be served."""
+        same_run = self._restore()
         for module in self._config.lora_modules:
-            await self._lifecycle.configure(module)
+            if not (same_run and self._registry.get(module.name) is not None):
+                await self._lifecycle.configure(module)
         self._links.start()
+
+    def _restore(self) -> bool:
+        """Serve what the front before this one served; whether it was of the same run, so that generations stay what they are.
+
+        Of another run only what was loaded at runtime comes back, as new generations: configured adapters are checked anew.
+        """
+        if self._registry_file is None:
+            return False
+        same_run, adapters = self._registry_file.load()
+        configured = {module.name for module in self._config.lora_modules}
+        for adapter in adapters:
+            if same_run:
+                self._registry.put(adapter)
+            elif adapter.name not in configured:
+                self._registry.put(replace(adapter, generation=self._registry.draw_generation(adapter.name)))
+        if adapters:
+            log.info("%d adapters come back from the registry file", len(self._registry))
+        save, registry = self._registry_file.save, self._registry
+        self._registry.on_change = lambda: save(registry.adapters())
+        return same_run
 
     def drain(self) -> None:
         """Refuse new requests from now on (503)."""
@@ -114,7 +141,20 @@ class Conductor:
         request.stream.end(error)
         self._metrics.request_ended(request.label or self._registry.base, reason)
         for rid in self._gate.leave(request.rid):
-            self._links.send_all(self._requests[rid].ingest())
+            self._open(self._requests[rid])
+        self._clear(request.rid)
+
+    def _open(self, request: LiveRequest) -> None:
+        """Ingest a request on every rank, unless it waits to be tested alone."""
+        if self._suspects.may_run(request.rid):
+            self._links.send_all(request.ingest())
+
+    def _clear(self, rid: str) -> None:
+        """`rid` got on, so it crashes nothing: the next suspect's turn."""
+        following = self._suspects.cleared(rid)
+        if following is not None and following in self._requests:
+            log.warning("request %s crashes nothing; testing %s", rid, following)
+            self._open(self._requests[following])
 
     def _refuse_unready(self) -> None:
         reason = self.not_ready_reason()
@@ -225,7 +265,7 @@ class Conductor:
         waiting = self._gate.waiting()
         for request in list(self._requests.values()):
             if request.rid not in waiting:
-                self._links.send_all(request.ingest())
+                self._open(request)
         for adapter in retired:
             self._links.send_all(front_rank.Unload(adapter.generation))
         if self._num_starts > 1:
@@ -240,6 +280,11 @@ class Conductor:
     def _down(self, reason: str) -> None:
         self.ready.clear()
         self._lifecycle.went_down(reason)
+        culprit = self._suspects.crashed(self._requests.keys())
+        if culprit is not None:
+            log.error("request %s crashed the ranks again and ends; the others go on", culprit)
+            error = RequestError("this request crashed a worker more than once", code="request_crashed_worker", status=500)
+            self._end(self._requests[culprit], "crashed", error)
 
     def _heard(self, tp_rank: int, message: front_rank.ToFront) -> None:
         if isinstance(message, front_rank.Tokens):
@@ -251,6 +296,8 @@ class Conductor:
                 self._end(request, "failed", RequestError(message.message, code=message.code, status=message.status))
             else:
                 self._lifecycle.pin_failed(message.rid)
+        elif isinstance(message, front_rank.Began):
+            self._suspects.began(message.rids)
         elif isinstance(message, front_rank.LoadResult):
             self._lifecycle.answered(tp_rank, message)
         else:
@@ -268,6 +315,7 @@ class Conductor:
             self._metrics.inter_token(label, now - request.last_token_at)
         request.last_token_at = now
         request.output.append(token.token_id)
+        self._clear(token.rid)
         self._metrics.tokens(label, "output", 1)
         reason = token.finish_reason
         request.stream.put(

@@ -7,6 +7,7 @@ then unloads the old.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from mstar.errors import AdapterError, ModelNotFound
@@ -36,6 +37,7 @@ class Registry:
         self._front_epoch = front_epoch
         self._capacity = capacity
         self._adapters: dict[str, Adapter] = {}
+        self.on_change: Callable[[], None] = lambda: None  # called after every put and pop
         self._drawn = 0
 
     def __len__(self) -> int:
@@ -69,11 +71,14 @@ class Registry:
         """Point its name to `adapter`; returns the generation it pointed to before."""
         before = self._adapters.get(adapter.name)
         self._adapters[adapter.name] = adapter
+        self.on_change()
         return before
 
     def pop(self, name: str) -> Adapter | None:
         """Stop serving `name`."""
-        return self._adapters.pop(name, None)
+        popped = self._adapters.pop(name, None)
+        self.on_change()
+        return popped
 
     def resolve(self, model: str) -> Adapter | None:
         """The adapter that a `model` field addresses; None is the base. Whole names first, then `<base>:<adapter>`.

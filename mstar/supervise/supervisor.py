@@ -132,6 +132,8 @@ class Supervisor:
             config=self._config,
             front_endpoint=self._front_endpoint,
             listen_fd=self._listener.fileno(),
+            registry_path=self._config.registry_file or str(self._run_dir / "registry.json"),
+            run=self._run_dir.name,
             started_at=self._started_at,
         )
         path = self._write("front.json", launch.model_dump_json())

@@ -139,7 +139,14 @@ class Failed(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="faile
     status: int
 
 
-ToFront = LoadResult | Stats | Tokens | Failed
+class Began(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="began"):
+    """A step begins with these requests; sent where they are others than in the step before."""
+
+    seq: int
+    rids: tuple[str, ...]
+
+
+ToFront = LoadResult | Stats | Tokens | Failed | Began
 
 
 # handshake, outside the numbered channel

@@ -73,7 +73,9 @@ class Follower(RankShell):
             self.dump(str(error))
             self._io.to_leader(leader_follower.Fault(self._rank.tp_rank, str(error)))
             raise
+        self._io.progress.begin(f"in step {step.seq}")
         self._runner.execute(step, lambda fingerprint: self._sequence.admitted(step.seq, fingerprint))
+        self._io.progress.done()
 
     def _await_ingests(self, step: Step) -> None:
         """Run nothing until every request of the step was ingested here; go on reading the front's channel meanwhile."""

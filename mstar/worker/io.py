@@ -9,6 +9,7 @@ process ends here.
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import os
 import queue
@@ -85,13 +86,45 @@ class Fatal:
     error: Exception
 
 
+class Progress:
+    """What the step thread does now and since when, for whoever must explain a stuck rank. Written by the step thread alone."""
+
+    def __init__(self) -> None:
+        self._doing: tuple[str, float] | None = None
+
+    def begin(self, what: str) -> None:
+        """Something that must end within the stuck-rank bound begins."""
+        self._doing = (what, time.monotonic())
+
+    def done(self) -> None:
+        """It ended."""
+        self._doing = None
+
+    def overdue(self, bound_s: float) -> str | None:
+        """What has been going on for longer than `bound_s`, in words."""
+        doing = self._doing
+        if doing is None or time.monotonic() - doing[1] <= bound_s:
+            return None
+        return f"{doing[0]} for {time.monotonic() - doing[1]:.0f} s"
+
+
 Event = FromFront | FrontChanged | FromLeader | FromFollower | CopyIn | LoadDone | Fatal
 
 
 class RankIo:
     """Sockets and channels of one rank. All public methods but `start` are for the step thread (and `put` for any)."""
 
-    def __init__(self, instance_epoch: str, tp_rank: int, tp_size: int, front_endpoint: str, ready: front_rank.RankReady) -> None:
+    def __init__(
+        self,
+        instance_epoch: str,
+        tp_rank: int,
+        tp_size: int,
+        front_endpoint: str,
+        ready: front_rank.RankReady,
+        stuck_after_s: float = 120.0,
+    ) -> None:
+        self.progress = Progress()
+        self._stuck_after_s = stuck_after_s
         self._epoch = instance_epoch
         self._tp_rank = tp_rank
         self._tp_size = tp_size
@@ -219,6 +252,9 @@ class RankIo:
                 self._beat()
 
     def _beat(self) -> None:
+        overdue = self.progress.overdue(self._stuck_after_s)
+        if overdue is not None:
+            self._end_stuck(overdue)
         silent = time.monotonic() - self._front_heard > FRONT_SILENT_S
         if self._greeted.is_set() and (self._front_sender is None or silent):
             self._send(self._front, [seal_hello(self._epoch, self._ready)])
@@ -231,6 +267,13 @@ class RankIo:
         for identity, sender in self._peer_senders.items():
             if self._greeted.is_set():
                 self._send(self._peer, [identity, sender.beat()] if identity else [sender.beat()])
+
+    def _end_stuck(self, overdue: str) -> None:
+        """The step thread sits in something that never ends, most likely a collective whose peer is gone or stopped."""
+        peers = {receiver.peer: receiver.last_seq for receiver in self._peer_receivers.values()}
+        log.error("TP rank %d is stuck: %s; last messages of its peers: %s; its threads:", self._tp_rank, overdue, peers)
+        faulthandler.dump_traceback(all_threads=True)
+        os._exit(5)
 
     def _receive_front(self) -> None:
         for parts in self._drain(self._front):

@@ -39,6 +39,7 @@ class Leader(RankShell):
         self._scheduler = Scheduler(limits, resources, rank.kv)
         self._adapter_of: dict[str, str | None] = {}
         self._cached: dict[str, int] = {}
+        self._announced: list[str] = []
         self._eos = frozenset(rank.arch.eos_token_ids)
 
     def run(self) -> None:
@@ -116,10 +117,19 @@ class Leader(RankShell):
                 self._cached[row.rid] = row.start
         step = self._sequence.step(choice.rows, choice.preempted)
         self._io.to_followers(step)
+        self._announce([row.rid for row in choice.rows], step.seq)
+        self._io.progress.begin(f"in step {step.seq}")
         outcome = self._runner.execute(step, lambda fingerprint: self._sequence.admitted(step.seq, fingerprint))
+        self._io.progress.done()
         self._scheduler.committed(step.rows, outcome.sampled)
         self._publish(outcome)
         return True
+
+    def _announce(self, rids: list[str], seq: int) -> None:
+        """Tell the front who is in the step that begins, where that changed: should it crash, they are suspects."""
+        if rids != self._announced:
+            self._announced = rids
+            self._io.to_front(front_rank.Began(seq, tuple(rids)))
 
     def _publish(self, outcome: StepOutcome) -> None:
         ended: list[str] = []

@@ -54,7 +54,8 @@ def _run(launch: RankLaunch, tp_rank: int) -> None:
             io.put(CopyIn(name))
 
     rank = build_rank(launch, tp_rank, on_copy)
-    io = RankIo(launch.instance_epoch, tp_rank, launch.config.tensor_parallel_size, launch.front_endpoint, _ready(rank))
+    stuck_after_s = launch.config.stuck_rank_timeout_s
+    io = RankIo(launch.instance_epoch, tp_rank, launch.config.tensor_parallel_size, launch.front_endpoint, _ready(rank), stuck_after_s)
     if launch.config.tensor_parallel_size > 1:
         if tp_rank == 0:
             io.bind_leader(launch.leader_endpoint)

@@ -320,7 +320,7 @@ class LoraAdapterPool(Resource):
         if step.rid_set <= self._settled:
             return
         with self._lock:
-            rows = self._rows_to_settle(step)
+            rows = self._rows_to_settle(step, ctx)
             plan = AdmitPlan(self._table, rows)
         if plan.misses:
             self._agree_on(plan)
@@ -473,10 +473,11 @@ class LoraAdapterPool(Resource):
         now = self._clock()
         return now >= self._hints_until.setdefault(adapter, now + self.spec.hint_wait_s)
 
-    def _rows_to_settle(self, step: LoraStep) -> list[tuple[str, str]]:
+    def _rows_to_settle(self, step: LoraStep, ctx: StepContext) -> list[tuple[str, str]]:
+        """Rows without their slot, but for those that an earlier node's pool failed in this step: they run nowhere."""
         rows = []
         for rid in step.rids:
-            if rid not in self._settled:
+            if rid not in self._settled and rid not in ctx.failed:
                 adapter = self._requests[rid].adapter
                 if adapter is not None:
                     rows.append((rid, adapter))

@@ -1,0 +1,56 @@
+"""Which request keeps crashing the instance.
+
+Pure. Requests in the last step before a crash are suspects. A suspect whose token comes after the restart is cleared. After a second
+crash with a common suspect, those in both crashes resume one at a time, each until its next token; the one that is alone under test when
+the instance crashes again is the culprit and ends. All others go on.
+
+    crash 1: {a, b, c}     crash 2: {a, b, d}, no token of a, b between     common: {a, b}
+    test a alone (with everybody who is no suspect) ─► token: cleared ─► test b ─► crash: b is the culprit
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+
+class Suspects:
+    """What is known about crashes so far."""
+
+    def __init__(self) -> None:
+        self._last_step: frozenset[str] = frozenset()
+        self._suspected: frozenset[str] = frozenset()  # in the last step of the last crash, no token since
+        self._queue: list[str] = []  # to be tested one at a time, the first is under test
+
+    def began(self, rids: Collection[str]) -> None:
+        """A step begins with these requests."""
+        self._last_step = frozenset(rids)
+
+    def crashed(self, live: Collection[str]) -> str | None:
+        """The instance crashed; `live` requests are to be resumed. Returns the culprit, if this crash shows one."""
+        inside = self._last_step & frozenset(live)
+        self._last_step = frozenset()
+        if self._queue and self._queue[0] in inside:
+            culprit = self._queue.pop(0)
+            self._suspected -= {culprit}
+            return culprit
+        common = self._suspected & inside
+        if len(common) == 1 and len(inside) == 1:
+            self._suspected = frozenset()
+            return next(iter(common))  # alone in both: no test is needed
+        if common:
+            self._queue = sorted(common)
+        self._suspected = inside
+        return None
+
+    def may_run(self, rid: str) -> bool:
+        """Whether `rid` may be ingested now: a suspect under test may, those that wait for their test may not."""
+        return rid not in self._queue[1:]
+
+    def cleared(self, rid: str) -> str | None:
+        """`rid` got a token or ended. Returns the next request to test, if one waited for this."""
+        self._suspected -= {rid}
+        if rid not in self._queue:
+            return None
+        was_under_test = self._queue[0] == rid
+        self._queue.remove(rid)
+        return self._queue[0] if was_under_test and self._queue else None
