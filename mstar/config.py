@@ -43,6 +43,11 @@ class ServeConfig(BaseModel):
     tensor_parallel_size: int = Field(1, ge=1, description="Tensor-parallel ranks; any number up to the model's query heads.")
     threads_per_rank: int | None = Field(None, ge=1, description="CPU threads of each rank. Default: cores / ranks.")
 
+    attach: bool = Field(default=False, description="Start the front alone; the ranks come from torchrun on this or other hosts.")
+    front_endpoint: str | None = Field(None, description="Where the front listens for ranks, tcp://ADDRESS:PORT. Needed with attach.")
+    curve_dir: str | None = Field(None, description="Folder of CURVE keys (`mstar keys DIR`); needed off loopback.")
+    max_restarts: int = Field(5, ge=0, description="Restarts of ranks or front within 5 minutes before giving up.")
+
     # batching and KV
     max_model_len: int | None = Field(None, ge=1, description="Longest prompt + output in tokens. Default: the model's own, at most 8192.")
     max_num_seqs: int = Field(64, ge=1, description="Most rows in one step.")
@@ -63,6 +68,8 @@ class ServeConfig(BaseModel):
     max_registered_loras: int = Field(10_000, ge=1, description="Names that may be served at a time; a load beyond is refused.")
     lora_root: tuple[str, ...] = Field((), description="Folders that adapter folders may lie in. Default: those of lora_modules.")
     registry_file: str | None = Field(None, description="Where adapters loaded at runtime are kept. Default: only while this server runs.")
+    lora_dir: str | None = Field(None, description="Folder of adapter folders, each loaded when a request first names it.")
+    enable_hub_adapters: bool = Field(default=False, description="Take adapter paths of the form ORG/NAME[@REVISION] from the hub.")
     enable_runtime_lora: bool = Field(default=False, description="Serve the load and unload routes; needs admin_key.")
 
     # HTTP
@@ -107,12 +114,15 @@ class ServeConfig(BaseModel):
         if len(set(names)) != len(names):
             twice = sorted({name for name in names if names.count(name) > 1})
             raise ValueError(f"lora_modules names {twice} more than once; every adapter needs its own name")
-        if self.lora_modules and not self.enable_lora:
-            raise ValueError("lora_modules are given, but enable_lora is false")
+        for field in ("lora_modules", "lora_dir"):
+            if getattr(self, field) and not self.enable_lora:
+                raise ValueError(f"{field} is given, but enable_lora is false")
         if self.base_name in names:
             raise ValueError(f"lora_modules has the name {self.base_name!r}, which is the served base model's")
         if self.enable_runtime_lora and self.admin_key is None:
             raise ValueError("enable_runtime_lora needs admin_key: whoever can load adapters must be told from whoever can chat")
+        if self.attach and self.front_endpoint is None:
+            raise ValueError("attach needs front_endpoint: where ranks on other hosts find this front, tcp://ADDRESS:PORT")
         if not self.lora_read_timeout_s < self.agreement_timeout_s < self.stuck_rank_timeout_s:
             raise ValueError(
                 f"lora_read_timeout_s {self.lora_read_timeout_s} < agreement_timeout_s {self.agreement_timeout_s} < "
@@ -131,8 +141,19 @@ class ServeConfig(BaseModel):
 
     @property
     def adapter_roots(self) -> tuple[str, ...]:
-        """Folders that adapter folders may lie in: as configured, else the folders that hold the configured adapters."""
-        return self.lora_root or tuple(sorted({str(Path(module.path).resolve().parent) for module in self.lora_modules}))
+        """Folders that adapter folders may lie in: as configured, else those that hold the configured adapters; and `lora_dir`."""
+        local = (module.path for module in self.lora_modules if not self.enable_hub_adapters or Path(module.path).is_dir())
+        roots = self.lora_root or tuple(sorted({str(Path(path).resolve().parent) for path in local}))
+        return roots if self.lora_dir is None or self.lora_dir in roots else (*roots, self.lora_dir)
+
+    @property
+    def read_roots(self) -> tuple[str, ...]:
+        """Folders that ranks may read in: where the front takes adapters from, the hub's cache included."""
+        if not self.enable_hub_adapters:
+            return self.adapter_roots
+        from huggingface_hub.constants import HF_HUB_CACHE  # from the environment, which ranks inherit
+
+        return (*self.adapter_roots, HF_HUB_CACHE)
 
     @property
     def host_tier_size(self) -> int:

@@ -28,12 +28,14 @@ class FrontLaunch(BaseModel):
 
 
 class RankLaunch(BaseModel):
-    """One start of one instance. `store` is a torch init method that every rank reaches."""
+    """One start of one instance. `store` is a torch init method that every rank reaches.
+
+    Rank 0 draws the instance's epoch and binds `leader_endpoint` (a port of 0 or * takes a free one); the others hear of both from it.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     config: ServeConfig
-    instance_epoch: str
     front_endpoint: str
     leader_endpoint: str
     store: str

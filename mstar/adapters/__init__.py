@@ -9,9 +9,12 @@ no torch, no pickle, no mapping. Used by the CLI, by the front (`inspect_adapter
     paths       which folders may be named                      patterns, regex                    rank_pattern, alpha_pattern
     files       open, pread, digest                             plan                               all checks before the data
     base        shapes of the base                              read, beside                       tensors; chat template
+    base_files  rows of the base's weights                      base_copies                        copies of them in an adapter
 """
 
-from mstar.adapters.base import BaseShapes
+from mstar.adapters.base import PROJECTIONS, BaseShapes
+from mstar.adapters.base_copies import check_base_copies
+from mstar.adapters.base_files import BaseFiles
 from mstar.adapters.catalogue import REFUSALS, SERVED, Refusal, Served, catalogue_markdown
 from mstar.adapters.facts import (
     AdapterFacts,
@@ -30,6 +33,7 @@ from mstar.adapters.paths import resolve_path
 from mstar.adapters.read import inspect_adapter, read_adapter
 
 __all__ = [
+    "PROJECTIONS",
     "REFUSALS",
     "SERVED",
     "AdapterFacts",
@@ -37,6 +41,7 @@ __all__ = [
     "AdapterTensors",
     "BaseCopy",
     "BaseCopyFacts",
+    "BaseFiles",
     "BaseShapes",
     "Dtype",
     "LoraPair",
@@ -46,6 +51,7 @@ __all__ = [
     "Served",
     "as_float32",
     "catalogue_markdown",
+    "check_base_copies",
     "digest_adapter",
     "inspect_adapter",
     "read_adapter",

@@ -15,6 +15,8 @@ from mstar.errors import ConfigError
 Shape = tuple[int, int]  # (in_features, out_features)
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+HEAD, EMBEDDING = "lm_head", "embed_tokens"
 # Hugging Face's defaults where config.json leaves a key away.
 _DEFAULT_KV_HEADS = {"mistral": 8, "qwen2": 32, "qwen3": 32}
 _DEFAULT_HEAD_DIM = {"qwen3": 128}
@@ -29,7 +31,11 @@ FUSED: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 @dataclass(frozen=True)
 class BaseShapes:
-    """The base's linears. `leaves` maps a path below a layer (`self_attn.q_proj`) to (in_features, out_features)."""
+    """The base's linears. `leaves` maps a path below a layer (`self_attn.q_proj`) to (in_features, out_features).
+
+    `biases` are the leaves with a bias. Head and embedding have leaves of their own, `lm_head` and `embed_tokens`; the embedding is a
+    linear from the vocabulary.
+    """
 
     leaves: Mapping[str, Shape]
     num_layers: int
@@ -38,6 +44,7 @@ class BaseShapes:
     head_dim: int
     tied_head: bool
     name: str | None = None
+    biases: frozenset[str] = frozenset()
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], name: str | None = None) -> BaseShapes:
@@ -66,23 +73,43 @@ class BaseShapes:
             head_dim=head_dim,
             tied_head=bool(config.get("tie_word_embeddings", False)),
             name=name or config.get("_name_or_path") or None,
+            biases=_biases(config, model_type),
         )
 
     def module(self, path: str) -> Shape | None:
         """(in_features, out_features) of `model.layers.3.self_attn.q_proj`, `lm_head` or `model.embed_tokens`; None if there is none."""
-        if path == "lm_head":
-            return self.hidden_size, self.vocab_size
-        if path == "model.embed_tokens":
-            return self.vocab_size, self.hidden_size
+        if path in (HEAD, f"model.{EMBEDDING}"):
+            return self.features(path.removeprefix("model."))
         start, _, rest = path.partition("model.layers.")
         index, _, leaf = rest.partition(".")
         if start or not (index.isascii() and index.isdigit()) or str(int(index[:9])) != index or int(index) >= self.num_layers:
             return None
         return self.leaves.get(leaf)
 
+    def features(self, leaf: str) -> Shape:
+        """(in_features, out_features) of a projection, `lm_head` or `embed_tokens`. Raises KeyError for another name."""
+        if leaf == HEAD:
+            return self.hidden_size, self.vocab_size
+        return (self.vocab_size, self.hidden_size) if leaf == EMBEDDING else self.leaves[leaf]
+
     def parts(self, leaf: str) -> tuple[str, ...]:
         """The projections that `leaf` stands for: itself, or those of a fused name; empty for a name this base does not have."""
-        return FUSED.get(leaf, (leaf,) if leaf in self.leaves else ())
+        return FUSED.get(leaf, (leaf,) if leaf in self.leaves or leaf in (HEAD, EMBEDDING) else ())
+
+    def weight_name(self, layer: int, leaf: str) -> str:
+        """The name in the base's files of the weight that `leaf` has; a tied head has the embedding's."""
+        if leaf == EMBEDDING or (leaf == HEAD and self.tied_head):
+            return f"model.{EMBEDDING}.weight"
+        return f"{HEAD}.weight" if leaf == HEAD else f"model.layers.{layer}.{leaf}.weight"
+
+
+def _biases(config: Mapping[str, Any], model_type: str) -> frozenset[str]:
+    """The leaves with a bias: what each family reads from its config."""
+    has_all = model_type in ("llama", "qwen3") and bool(config.get("attention_bias", False))
+    found = {f"self_attn.{name}_proj" for name in "qkv" if has_all or model_type == "qwen2"} | ({"self_attn.o_proj"} if has_all else set())
+    if model_type == "llama" and config.get("mlp_bias", False):
+        found |= {"mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"}
+    return frozenset(found)
 
 
 def _size(config: Mapping[str, Any], key: str, default: int | None = None, *, if_null: int | None = None) -> int:

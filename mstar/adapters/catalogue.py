@@ -52,7 +52,18 @@ SERVED: tuple[Served, ...] = (
         "`layers_to_transform`, `layers_pattern`",
         "information only, the tensors decide; other layers stay the base's",
     ),
-    Served("projections", "q, k, v, o, gate, up, down", "any subset, in any layer"),
+    Served("projections", "q, k, v, o, gate, up, down", "any subset, in any layer, of those in the server's `lora_target_modules`"),
+    Served(
+        "head and embedding",
+        "`lm_head.lora_*`, `embed_tokens.lora_embedding_*`",
+        "where `lora_target_modules` names them, tied or not (a pair is applied to the one module that it names)",
+    ),
+    Served(
+        "DoRA",
+        "`use_dora`, `*.lora_magnitude_vector`",
+        "the rows of W + delta are brought to the magnitudes' lengths",
+    ),
+    Served("biases", '`bias: "lora_only"`, `*.base_layer.bias`', "the adapter's bias takes the place of the base's, once over all ranks"),
     Served("fused projections", "`qkv_proj`, `gate_up_proj`", "A is shared, the rows of B are split by the widths of the parts"),
     Served(
         "key prefixes",
@@ -63,7 +74,9 @@ SERVED: tuple[Served, ...] = (
     Served("shards", "`adapter_model.safetensors.index.json`", "several safetensors files with an index"),
     Served("initialisations", "`init_lora_weights`", "all that leave the base as it is: true, false, gaussian, eva, orthogonal, mica"),
     Served(
-        "copies of base weights", "`*.base_layer.weight`, `embed_tokens.weight`, `lm_head.weight`", "ignored where equal to the served base"
+        "copies of base weights",
+        "`*.base_layer.weight`, `embed_tokens.weight`, `lm_head.weight`",
+        "ignored where equal to the served base",
     ),
     Served("chat template", "`chat_template.jinja`, `tokenizer_config.json`", "used for this adapter's chat requests"),
 )
@@ -93,11 +106,13 @@ REFUSALS: dict[str, Refusal] = {
         "`\"lora_alpha\": null`"),
     "field_type": Refusal(_CONFIG, "any field", "`{field}` is {value}", "it must be {expected}", "`\"use_rslora\": \"false\"`"),
     "dora": Refusal(
-        "adapter_dora_unsupported", "`use_dora`, `*.lora_magnitude_vector`", "{what}",
-        "DoRA is not served yet and as plain LoRA its answers would be wrong", "`\"use_dora\": true`"),
+        "adapter_dora_mismatch", "`use_dora`, `*.lora_magnitude_vector`", "{what}",
+        "with DoRA every module has its magnitude and without it none, else the answers would be wrong",
+        "`\"use_dora\": true` with plain LoRA tensors"),
     "bias": Refusal(
-        "adapter_bias_unsupported", "`bias`, `lora_bias`, `*.bias`", "{what}", "trained biases are not served: only `bias: \"none\"` is",
-        "`\"bias\": \"lora_only\"`"),
+        "adapter_bias_unsupported", "`bias`, `lora_bias`, `*.bias`", "{what}",
+        "only `bias: \"none\"` and `\"lora_only\"` are served: biases of the base's own that belong to adapted modules",
+        "`\"bias\": \"all\"`, `\"lora_bias\": true`, a bias where the base has none"),
     "modules_to_save": Refusal(
         "adapter_modules_to_save_unsupported", "`modules_to_save`", "{what}", "whole trained modules are not served, only LoRA pairs are",
         "`\"modules_to_save\": [\"lm_head\"]`"),
@@ -189,19 +204,43 @@ REFUSALS: dict[str, Refusal] = {
     "vocab": Refusal(
         "adapter_vocab_mismatch", "`embed_tokens`, `lm_head`, added tokens", "{what}", "the vocabulary of this base has {vocab} entries",
         "an adapter trained with added tokens"),
-    "lm_head": Refusal(
-        "adapter_lm_head_unsupported", "`lm_head.lora_*`", "{key} adapts the output head", "LoRA on `lm_head` is not served yet",
-        "`\"target_modules\": [\"lm_head\"]`"),
-    "embedding": Refusal(
-        "adapter_embedding_unsupported", "`embed_tokens.lora_*`", "{key} adapts the token embedding",
-        "LoRA on `embed_tokens` is not served yet", "`\"target_modules\": [\"embed_tokens\"]`"),
+    "target_modules": Refusal(
+        "adapter_target_module_not_served", "tensor keys", "{key} adapts `{module}`",
+        "this server was started to adapt {served} alone (`--lora-target-modules`)", "`lm_head`, which is off by default"),
+    "tied_ends": Refusal(
+        "adapter_tied_pair_missing", "`ensure_weight_tying`", "`ensure_weight_tying` is true and there are tensors for {found} alone",
+        "the tied {missing} must have its pair in the file as well", "a file whose `lm_head` pair was taken out"),
     "base_copy_shape": Refusal(
         "adapter_base_copy_mismatch", "`*.base_layer.weight`", "{key} has the shape {shape}", "the served base's weight is {expected}",
         "a copy of another base"),
+    "base_copy_values": Refusal(
+        "adapter_base_copy_mismatch", "`*.base_layer.weight`, `embed_tokens.weight`, `lm_head.weight`",
+        "{key} differs from the base's weight in row {row}", "a copy of a base weight must equal the served base's",
+        "an adapter trained on another base, an embedding that was trained whole"),
+    "base_unreadable": Refusal(
+        "adapter_base_unreadable", "the base's files", "The base's tensor {tensor}, which the adapter needs, {problem}",
+        "the base's files must stay in place and as they are while it is served", "a model folder that was moved", status=500),
     # beside the adapter
     "chat_template": Refusal(
         "adapter_chat_template_invalid", "`chat_template.jinja`, `tokenizer_config.json`", "{file} {problem}",
         "it must hold the chat template as text or be left away", "a truncated tokenizer_config.json"),
+    "added_tokens": Refusal(
+        "adapter_added_tokens", "`tokenizer_config.json`, `added_tokens.json`",
+        "The tokenizer beside the adapter adds {token} with the id {number}, which the served tokenizer {has}",
+        "requests are tokenised by the served tokenizer, so an adapter must do without tokens of its own", "a new `<|tool|>`"),
+    # from the hub
+    "hub_not_found": Refusal(
+        "adapter_hub_not_found", "path", "The hub shows this server no {what}", "it must exist there, and the server's token must open it",
+        "a typing error, a private or gated repository", status=404),
+    "hub_no_adapter": Refusal(
+        "adapter_hub_no_adapter", "path", "The hub's repository {name} {problem}",
+        "an adapter's repository has adapter_config.json and safetensors at its top", "a repository of a whole model, or of `.bin` files"),
+    "hub_too_large": Refusal(
+        "adapter_hub_too_large", "path", "The adapter files of the hub's repository {name} have {size} bytes",
+        "at most {limit} are fetched", "a repository of a whole model"),
+    "hub_unreachable": Refusal(
+        "adapter_hub_unreachable", "path", "{name} is not in the local cache and could not be fetched from the hub ({problem})",
+        "the server must reach the hub, or the adapter must be in its cache", "no network, `HF_HUB_OFFLINE=1`", status=503),
 }  # fmt: skip
 
 

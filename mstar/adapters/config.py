@@ -20,12 +20,12 @@ MAX_RANK = 1 << 31  # beyond it no tensor can be
 # They tell how the adapter was trained, or what the tensors tell better.
 INFORMATION = frozenset({
     "auto_mapping", "base_model_name_or_path", "revision", "task_type", "inference_mode", "peft_version", "lora_dropout", "megatron_core",
-    "runtime_config", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "ensure_weight_tying",
+    "runtime_config", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern",
     "qalora_group_size", "loftq_config", "eva_config", "corda_config", "lora_ga_config", "lora_dtype", "lorap_lr_ratio", "lorap_emb_lr",
 })  # fmt: skip
 READ = frozenset({
     "peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "bias", "lora_bias", "use_dora", "init_lora_weights",
-    "modules_to_save", "trainable_token_indices", "layer_replication", "fan_in_fan_out", "alora_invocation_tokens",
+    "modules_to_save", "trainable_token_indices", "layer_replication", "fan_in_fan_out", "alora_invocation_tokens", "ensure_weight_tying",
 })  # fmt: skip
 # Initialisations that leave the base as it is; PEFT's others subtract what they put into A and B from the base's weights.
 HARMLESS_INITS = frozenset({"gaussian", "eva", "orthogonal", "mica"})
@@ -39,6 +39,9 @@ class AdapterConfig:
     rank: int
     alpha: float
     use_rslora: bool
+    use_dora: bool
+    bias: str
+    ties_ends: bool  # `ensure_weight_tying`: PEFT gives tied head and embedding one pair
     rank_pattern: Mapping[str, int]
     alpha_pattern: Mapping[str, float]
     base_name: str | None
@@ -67,6 +70,9 @@ def parse_config(data: bytes) -> AdapterConfig:
         rank=_rank("r", fields.get("r"), _found(fields, "r")),
         alpha=_alpha("lora_alpha", fields.get("lora_alpha"), _found(fields, "lora_alpha")),
         use_rslora=_flag(fields, "use_rslora"),
+        use_dora=_flag(fields, "use_dora"),
+        bias=fields.get("bias") or "none",
+        ties_ends=_flag(fields, "ensure_weight_tying"),
         rank_pattern={key: _rank(_entry("rank_pattern", key), value) for key, value in _pattern(fields, "rank_pattern").items()},
         alpha_pattern={key: _alpha(_entry("alpha_pattern", key), value) for key, value in _pattern(fields, "alpha_pattern").items()},
         base_name=base_name if isinstance(base_name, str) and base_name else None,
@@ -76,9 +82,7 @@ def parse_config(data: bytes) -> AdapterConfig:
 
 def _refuse_features(fields: Mapping[str, Any]) -> None:
     """Every known feature that is not served, each by its own row."""
-    if _flag(fields, "use_dora"):
-        raise refuse("dora", what="`use_dora` is true")
-    if fields.get("bias") not in (None, "none"):
+    if fields.get("bias") not in (None, "none", "lora_only"):
         raise refuse("bias", what=f"`bias` is {shown(fields['bias'])}")
     if _flag(fields, "lora_bias"):
         raise refuse("bias", what="`lora_bias` is true")

@@ -14,16 +14,22 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-ModuleKey = tuple[int, str]  # (layer index, path below the layer such as `self_attn.q_proj`)
+from mstar.adapters.base import PROJECTIONS
+
+ModuleKey = tuple[int, str]  # (layer index, path below the layer such as `self_attn.q_proj`); (0, `lm_head`), (0, `embed_tokens`)
 Dtype = Literal["F32", "F16", "BF16"]
 
 
 @dataclass(frozen=True)
 class AdapterLimits:
-    """What this server takes. `roots` are the folders that adapters, and what links in them lead to, may lie in."""
+    """What this server takes. `roots` are the folders that adapters, and what links in them lead to, may lie in.
+
+    `target_modules` are the leaf names that it applies adapters to.
+    """
 
     max_lora_rank: int
     roots: tuple[Path, ...]
+    target_modules: tuple[str, ...] = PROJECTIONS
 
 
 @dataclass(frozen=True)
@@ -67,13 +73,17 @@ class AdapterFacts:
 class LoraPair:
     """The two factors of one projection: delta weight = `scaling * lora_b @ lora_a`.
 
-    `lora_a [r, in]`, `lora_b [out, r]`: float32, float16, or for BF16 the bit patterns as uint16. Read-only.
+    `lora_a [r, in]`, `lora_b [out, r]`: float32, float16, or for BF16 the bit patterns as uint16. Read-only. For an embedding `in` is
+    the vocabulary. `bias [out]` takes the place of the base's bias; `magnitude [out]` (DoRA) is the length that each row of
+    `weight + delta weight` is brought to; both float32, None where the adapter has none.
     """
 
     lora_a: NDArray[Any]
     lora_b: NDArray[Any]
     scaling: float
     dtype: Dtype
+    bias: NDArray[np.float32] | None = None
+    magnitude: NDArray[np.float32] | None = None
 
     @property
     def rank(self) -> int:

@@ -25,7 +25,8 @@ class Kind(Enum):
     EMBEDDING_B = "lora_embedding_B"
     BASE_COPY = "base_layer"
     MAGNITUDE = "lora_magnitude_vector"
-    BIAS = "bias"
+    BIAS = "base_layer.bias"  # the module's own bias, trained: where PEFT keeps and reads it
+    OTHER_BIAS = "bias"  # a bias of A or B, or one that PEFT's reader passes over
     MODULES_TO_SAVE = "modules_to_save"
     TRAINABLE_TOKENS = "trainable_tokens"
     UNKNOWN = "unknown"
@@ -41,7 +42,8 @@ _SUFFIXES: tuple[tuple[Kind, re.Pattern[str]], ...] = (
     (Kind.MAGNITUDE, re.compile(r"\.lora_magnitude_vector(\.default)?(\.weight)?\Z")),
     (Kind.TRAINABLE_TOKENS, re.compile(r"\.(token_adapter\.)?trainable_tokens_(delta|original)(\.default)?\Z")),
     (Kind.MODULES_TO_SAVE, re.compile(r"\.(modules_to_save|original_module)\..*\Z")),
-    (Kind.BIAS, re.compile(r"(\.base_layer|\.lora_[AB](\.default)?)?\.bias\Z")),
+    (Kind.BIAS, re.compile(r"\.base_layer\.bias\Z")),
+    (Kind.OTHER_BIAS, re.compile(r"(\.lora_[AB](\.default)?)?\.bias\Z")),
     (Kind.BASE_COPY, re.compile(r"\.base_layer\.weight\Z")),
 )
 

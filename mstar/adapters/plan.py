@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import cast
 
-from mstar.adapters.base import FUSED, BaseShapes
+from mstar.adapters.base import EMBEDDING, FUSED, HEAD, BaseShapes
 from mstar.adapters.catalogue import refuse, shown
 from mstar.adapters.config import AdapterConfig, parse_config
 from mstar.adapters.facts import AdapterFacts, AdapterLimits, BaseCopyFacts, Dtype, ModuleFacts, ModuleKey
@@ -34,12 +34,18 @@ class PlannedTensor:
 
 @dataclass(frozen=True)
 class PlannedPair:
-    """One projection: its A, its B and the rows of B that are its own (a part of them where the module is fused)."""
+    """One projection: its tensors, and which output rows of them are its own (a part of them where the module is fused)."""
 
     lora_a: PlannedTensor
     lora_b: PlannedTensor
     rows: tuple[int, int]
     scaling: float
+    bias: PlannedTensor | None = None
+    magnitude: PlannedTensor | None = None
+
+    def tensors(self) -> tuple[PlannedTensor, ...]:
+        """All that it reads."""
+        return tuple(tensor for tensor in (self.lora_a, self.lora_b, self.bias, self.magnitude) if tensor is not None)
 
 
 @dataclass(frozen=True)
@@ -99,14 +105,12 @@ def _refuse_kinds(tensors: list[PlannedTensor], base: BaseShapes) -> None:
     """Name the first tensor of a kind that is not served; then those whose key means nothing here."""
     for tensor in tensors:
         key, kind = shown(tensor.entry.key), tensor.parsed.kind
-        if kind is Kind.MAGNITUDE:
-            raise refuse("dora", what=f"The tensor {key} is a DoRA magnitude")
         if kind is Kind.TRAINABLE_TOKENS:
             raise refuse("trainable_tokens", what=f"The tensor {key} comes from `trainable_token_indices`")
         if kind is Kind.MODULES_TO_SAVE:
             raise refuse("modules_to_save", what=f"The tensor {key} comes from `modules_to_save`")
-        if kind is Kind.BIAS:
-            raise refuse("bias", what=f"The tensor {key} is a bias")
+        if kind is Kind.OTHER_BIAS:
+            raise refuse("bias", what=f"The tensor {key} is no `base_layer.bias`")
     unknown = [tensor.entry.key for tensor in tensors if not _is_known(tensor.parsed, base)]
     if unknown:
         expected = ", ".join(f"`model.layers.0.{leaf}.lora_A.weight`" for leaf in list(base.leaves)[:MAX_NAMED])
@@ -114,9 +118,6 @@ def _refuse_kinds(tensors: list[PlannedTensor], base: BaseShapes) -> None:
         raise refuse("unknown_keys", count=f"{len(unknown)} of {len(tensors)}", keys=keys, expected=expected)
     for tensor in tensors:
         _check_layer_and_vocab(tensor, base)
-    for tensor in tensors:
-        if tensor.parsed.layer is None and tensor.parsed.kind is not Kind.BASE_COPY:
-            raise refuse("lm_head" if tensor.parsed.module == "lm_head" else "embedding", key=shown(tensor.entry.key))
     if not any(tensor.parsed.kind in LORA_KINDS for tensor in tensors):
         raise refuse("no_tensors")
 
@@ -125,10 +126,11 @@ def _is_known(parsed: ParsedKey, base: BaseShapes) -> bool:
     if parsed.kind is Kind.UNKNOWN or parsed.module is None:
         return False
     if parsed.leaf is None:
-        return (parsed.kind in (Kind.EMBEDDING_A, Kind.EMBEDDING_B)) <= (parsed.module == "model.embed_tokens")
+        is_embedding = parsed.module == f"model.{EMBEDDING}"
+        return parsed.kind not in LORA_KINDS or is_embedding == (parsed.kind in (Kind.EMBEDDING_A, Kind.EMBEDDING_B))
     if parsed.kind is Kind.BASE_COPY:
         return parsed.leaf in base.leaves
-    return parsed.kind in (Kind.LORA_A, Kind.LORA_B) and bool(base.parts(parsed.leaf))
+    return parsed.kind not in (Kind.EMBEDDING_A, Kind.EMBEDDING_B) and bool(base.parts(parsed.leaf))
 
 
 def _check_layer_and_vocab(tensor: PlannedTensor, base: BaseShapes) -> None:
@@ -139,13 +141,13 @@ def _check_layer_and_vocab(tensor: PlannedTensor, base: BaseShapes) -> None:
             raise refuse("layer_out_of_range", key=key, layer=parsed.layer, last=base.num_layers - 1)
         return
     axis = _vocab_axis(parsed)
-    if axis is not None and len(shape) == 2 and shape[axis] not in (base.vocab_size, 0):
+    if axis is not None and len(shape) > axis and shape[axis] not in (base.vocab_size, 0):
         raise refuse("vocab", what=f"{key} has the shape {list(shape)}", vocab=base.vocab_size)
 
 
 def _vocab_axis(parsed: ParsedKey) -> int | None:
     """The axis of the tensor that counts the vocabulary."""
-    if parsed.kind is Kind.BASE_COPY or (parsed.module == "lm_head" and parsed.kind is Kind.LORA_B):
+    if parsed.kind is Kind.BASE_COPY or (parsed.module == HEAD and parsed.kind in (Kind.LORA_B, Kind.MAGNITUDE)):
         return 0
     return 1 if parsed.kind is Kind.EMBEDDING_A else None
 
@@ -169,25 +171,28 @@ def _check_copy(tensor: PlannedTensor, base: BaseShapes) -> None:
 def _pair_up(
     tensors: list[PlannedTensor], config: AdapterConfig, base: BaseShapes, limits: AdapterLimits, warnings: list[str]
 ) -> dict[ModuleKey, PlannedPair]:
-    """Bring A and B of every module together, check them against base and config, and split fused modules."""
+    """Bring the tensors of every module together, check them against base and config, and split fused modules."""
     halves: dict[ModuleKey, dict[Kind, PlannedTensor]] = {}
     for tensor in tensors:
-        assert tensor.parsed.layer is not None and tensor.parsed.leaf is not None, "other keys were refused before"
-        half = halves.setdefault((tensor.parsed.layer, tensor.parsed.leaf), {})
-        _refuse_second(half.setdefault(tensor.parsed.kind, tensor), tensor)
+        half = halves.setdefault(_module_key(tensor.parsed), {})
+        _refuse_second(half.setdefault(_ROLE.get(tensor.parsed.kind, tensor.parsed.kind), tensor), tensor)
+    _check_ties(halves, config, base)
     ranks, alphas = PatternTable("rank_pattern", config.rank_pattern), PatternTable("alpha_pattern", config.alpha_pattern)
     pairs: dict[ModuleKey, PlannedPair] = {}
     for (layer, leaf), half in sorted(halves.items()):
         lora_a, lora_b = _both(half)
         parts = base.parts(leaf)
+        _check_enabled(lora_a, parts, limits)
+        bias, magnitude = half.get(Kind.BIAS), half.get(Kind.MAGNITUDE)
+        _check_rows(lora_a, bias, magnitude, parts, base, config)
         rank = _check_shapes(lora_a, lora_b, parts, base, limits)
         _check_rank(lora_a, rank, config, ranks)
         alpha = _pattern_value(config.alpha_pattern, alphas, lora_a, config.alpha)
         scaling = config.scaling(rank, alpha)
         start = 0
         for part in parts:
-            rows = (start, start + base.leaves[part][1])
-            pair = PlannedPair(lora_a, lora_b, rows, scaling)
+            rows = (start, start + base.features(part)[1])
+            pair = PlannedPair(lora_a, lora_b, rows, scaling, bias, magnitude)
             _refuse_second(pairs.setdefault((layer, part), pair).lora_a, lora_a)
             start = rows[1]
     for table in (ranks, alphas):
@@ -204,14 +209,59 @@ def _both(half: Mapping[Kind, PlannedTensor]) -> tuple[PlannedTensor, PlannedTen
     lora_a, lora_b = half.get(Kind.LORA_A), half.get(Kind.LORA_B)
     if lora_a is not None and lora_b is not None:
         return lora_a, lora_b
-    (alone,) = half.values()
+    alone = next(iter(half.values()))
     raise refuse("half_pair", key=shown(alone.entry.key), missing="A" if lora_a is None else "B")
+
+
+_ROLE = {Kind.EMBEDDING_A: Kind.LORA_A, Kind.EMBEDDING_B: Kind.LORA_B}  # an embedding's pair is one over the vocabulary
+
+
+def _module_key(parsed: ParsedKey) -> ModuleKey:
+    if parsed.layer is not None and parsed.leaf is not None:
+        return parsed.layer, parsed.leaf
+    return 0, str(parsed.module).removeprefix("model.")
+
+
+def _check_ties(halves: Mapping[ModuleKey, object], config: AdapterConfig, base: BaseShapes) -> None:
+    """`ensure_weight_tying`: PEFT saves the one pair of tied head and embedding under both names and would fill in a lost one."""
+    found = [leaf for leaf in (HEAD, EMBEDDING) if (0, leaf) in halves]
+    if config.ties_ends and base.tied_head and len(found) == 1:
+        raise refuse("tied_ends", found=found[0], missing=EMBEDDING if found[0] == HEAD else HEAD)
+
+
+def _check_enabled(lora_a: PlannedTensor, parts: tuple[str, ...], limits: AdapterLimits) -> None:
+    """This server applies adapters to every part of the module."""
+    for part in parts:
+        leaf = part.rpartition(".")[2]
+        if leaf not in limits.target_modules:
+            raise refuse("target_modules", key=shown(lora_a.entry.key), module=leaf, served=", ".join(limits.target_modules))
+
+
+def _check_rows(
+    lora_a: PlannedTensor,
+    bias: PlannedTensor | None,
+    magnitude: PlannedTensor | None,
+    parts: tuple[str, ...],
+    base: BaseShapes,
+    config: AdapterConfig,
+) -> None:
+    """Bias and magnitude: one number for each output row, a bias only where the base has one, a magnitude exactly where DoRA is on."""
+    expected = [sum(base.features(part)[1] for part in parts)]
+    for tensor in (bias, magnitude):
+        if tensor is not None and list(tensor.entry.shape) != expected:
+            raise refuse("shape", key=shown(tensor.entry.key), shape=list(tensor.entry.shape), expected=expected)
+    if bias is not None and not base.biases.issuperset(parts):
+        raise refuse("bias", what=f"The tensor {shown(bias.entry.key)} is the bias of a module that has none in this base")
+    if magnitude is not None and not config.use_dora:
+        raise refuse("dora", what=f"The tensor {shown(magnitude.entry.key)} is a DoRA magnitude and `use_dora` is not true")
+    if magnitude is None and config.use_dora:
+        raise refuse("dora", what=f"`use_dora` is true and {shown(lora_a.entry.key)} has no lora_magnitude_vector beside it")
 
 
 def _check_shapes(lora_a: PlannedTensor, lora_b: PlannedTensor, parts: tuple[str, ...], base: BaseShapes, limits: AdapterLimits) -> int:
     """The rank of the pair, after A and B fit each other, the base and the cap."""
-    in_features = base.leaves[parts[0]][0]
-    out_features = sum(base.leaves[part][1] for part in parts)
+    in_features = base.features(parts[0])[0]
+    out_features = sum(base.features(part)[1] for part in parts)
     shape_a, shape_b = lora_a.entry.shape, lora_b.entry.shape
     if len(shape_a) != 2 or shape_a[1] != in_features:
         raise refuse("shape", key=shown(lora_a.entry.key), shape=list(shape_a), expected=f"[r, {in_features}]")
@@ -253,7 +303,7 @@ def _rank(tensor: PlannedTensor) -> int:
 
 
 def _module_facts(pair: PlannedPair) -> ModuleFacts:
-    return ModuleFacts(_rank(pair.lora_a), pair.scaling, (pair.lora_a.parsed.kind.value, pair.lora_b.parsed.kind.value))
+    return ModuleFacts(_rank(pair.lora_a), pair.scaling, tuple(tensor.parsed.kind.value for tensor in pair.tensors()))
 
 
 def _copy_facts(tensor: PlannedTensor) -> BaseCopyFacts:
@@ -271,8 +321,12 @@ def _warnings(
     if copies:
         keys = ", ".join(shown(tensor.entry.key) for tensor in copies[:MAX_NAMED])
         warnings.append(f"{len(copies)} copies of base weights ({keys}) are ignored if they equal the served base's")
-    if all(pair.scaling == 0 for pair in pairs.values()):
+    plain = all(pair.bias is None and pair.magnitude is None for pair in pairs.values())
+    if plain and all(pair.scaling == 0 for pair in pairs.values()):
         warnings.append("`lora_alpha` is 0: the adapter changes nothing")
+    lost = [leaf for (_, leaf), pair in pairs.items() if leaf in base.biases and pair.bias is None]
+    if config.bias != "none" and lost:
+        warnings.append(f"`bias` is {shown(config.bias)} and {len(lost)} adapted modules with a bias have none here: they keep the base's")
     if config.target_modules is not None:
         names = {pair.lora_a.parsed.trained_name for pair in pairs.values()}
         extra = sorted(name for name in names if not any(f".{name}".endswith(f".{target}") for target in config.target_modules))

@@ -63,7 +63,7 @@ def read_adapter(
     if digest is not None and found != digest:
         raise refuse("changed", what=f"The digest is {found[:12]}..., not {shown(digest[:12])[1:-1]}...")
     views: dict[str, NDArray[Any]] = {}
-    for tensor in [*(half for pair in plan.pairs.values() for half in (pair.lora_a, pair.lora_b)), *plan.base_copies]:
+    for tensor in [*(tensor for pair in plan.pairs.values() for tensor in pair.tensors()), *plan.base_copies]:
         if tensor.entry.key not in views:
             views[tensor.entry.key] = _finite_view(tensor, datas[tensor.file], cancelled)
     return AdapterTensors(
@@ -128,7 +128,16 @@ def _pair(pair: PlannedPair, views: dict[str, NDArray[Any]]) -> LoraPair:
         # One pair has one dtype; float32 holds both exactly.
         lora_a, lora_b, dtype = as_float32(lora_a, dtype), as_float32(lora_b, _dtype(pair.lora_b)), "F32"
         lora_a.flags.writeable = lora_b.flags.writeable = False
-    return LoraPair(lora_a, lora_b, pair.scaling, dtype)
+    return LoraPair(lora_a, lora_b, pair.scaling, dtype, _row_values(pair, pair.bias, views), _row_values(pair, pair.magnitude, views))
+
+
+def _row_values(pair: PlannedPair, tensor: PlannedTensor | None, views: dict[str, NDArray[Any]]) -> NDArray[np.float32] | None:
+    """One number for each output row of the pair, widened."""
+    if tensor is None:
+        return None
+    values = as_float32(views[tensor.entry.key][pair.rows[0] : pair.rows[1]], _dtype(tensor))
+    values.flags.writeable = False
+    return values
 
 
 def _dtype(tensor: PlannedTensor) -> Dtype:

@@ -92,12 +92,12 @@ def _on_sigterm(conductor: Conductor, stop: asyncio.Event, now: asyncio.Event, t
 async def _announce(conductor: Conductor, launch: FrontLaunch, sock: socket.socket) -> None:
     """Say what is going on while the ranks start, and when requests are served."""
     host, port = sock.getsockname()[:2]
-    shown = time.monotonic()
+    shown, every_s = time.monotonic(), 2.0
     while not conductor.ready.is_set():
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(conductor.ready.wait(), 0.2)
         if time.monotonic() - shown > 2.0 and not conductor.ready.is_set():
-            shown = time.monotonic()
+            shown, every_s = time.monotonic(), 2.0
             log.info("%s", conductor.not_ready_reason())
     names = [model.id for model in conductor.served_models()]
     some = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
@@ -59,6 +60,15 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("serve")(make_serve())
+
+
+@app.command("keys")
+def keys(folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to make; copy it to every host.")]) -> None:
+    """Make the CURVE keys that front and ranks need off loopback."""
+    from mstar.wire.security import make_keys
+
+    make_keys(folder)
+    typer.echo(f"keys written to {folder}: give --curve-dir {folder} to the front and to every rank, and keep it secret")
 
 
 @app.command("version")

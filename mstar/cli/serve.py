@@ -21,7 +21,7 @@ from mstar.errors import ConfigError
 
 _PANELS: dict[str, tuple[str, ...]] = {
     "Model": ("model", "served_model_name", "tokenizer", "chat_template", "dtype", "device", "seed"),
-    "Ranks": ("tensor_parallel_size", "threads_per_rank"),
+    "Ranks": ("tensor_parallel_size", "threads_per_rank", "attach", "front_endpoint", "curve_dir", "max_restarts"),
     "Batching and KV cache": (
         *("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "num_gpu_blocks_override", "kv_cache_memory_bytes"),
         *("enable_prefix_caching", "max_waiting_requests", "max_passes"),
@@ -41,7 +41,7 @@ _ALIASES: dict[str, tuple[str, ...]] = {
     "tensor_parallel_size": ("-tp",),
     "lora_modules": ("--lora-paths",),
 }
-_METAVARS = {"lora_modules": "NAME=PATH|JSON", "lora_root": "DIR", "model": "DIR", "tokenizer": "DIR", "chat_template": "FILE"}
+_METAVARS = {"lora_modules": "NAME=PATH|JSON", "lora_root": "DIR", "lora_dir": "DIR", "model": "DIR", "tokenizer": "DIR", "chat_template": "FILE"}
 _ENVIRONMENT = {"api_key": "MSTAR_API_KEY", "admin_key": "MSTAR_ADMIN_KEY"}  # secrets that `ps` need not show
 _MODULE_FLAGS = ("--lora-modules", "--lora-paths")
 

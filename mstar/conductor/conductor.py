@@ -54,6 +54,7 @@ class Conductor:
             endpoint,
             self._front_epoch,
             config.tensor_parallel_size,
+            curve_dir=config.curve_dir,
             on_up=self._up,
             on_down=self._down,
             on_message=self._heard,

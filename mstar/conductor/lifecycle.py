@@ -4,24 +4,29 @@
     refused  on any rank ─► Unload to every rank ─► the name is as it was
     replace  load the new generation ─► move the pointer ─► unload the old: running requests end on the old weights
 
-Front process, asyncio loop. One lock per name: concurrent calls about one name have one order, whatever else goes on.
+Front process, asyncio loop. One lock per name: concurrent calls about one name have one order, whatever else goes on. Between the last
+rank's answer and the moved pointer nothing is awaited, so a load that succeeded on every rank is served, and one that did not is not.
 """
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import logging
 import time
+from collections.abc import Callable, Collection
 from pathlib import Path
 from weakref import WeakValueDictionary
 
-from mstar.adapters import AdapterFacts, AdapterLimits, BaseShapes, digest_adapter, inspect_adapter, resolve_path
+from mstar.adapters import BaseShapes
+from mstar.adapters.examine import TokenId
 from mstar.conductor.links import RankLinks
 from mstar.conductor.loads import PendingLoads
 from mstar.conductor.metrics import Metrics
 from mstar.conductor.pins import Pins
 from mstar.conductor.registry import Adapter, Registry
+from mstar.conductor.sources import AdapterSources
 from mstar.config import LoraModule, ServeConfig
 from mstar.errors import AdapterError, ConfigError, RequestError
 from mstar.wire import front_rank
@@ -32,17 +37,32 @@ log = logging.getLogger(__name__)
 class AdapterLifecycle:
     """What may be done to adapters while serving."""
 
-    def __init__(self, config: ServeConfig, registry: Registry, links: RankLinks, metrics: Metrics, front_epoch: str) -> None:
+    def __init__(
+        self,
+        config: ServeConfig,
+        registry: Registry,
+        links: RankLinks,
+        metrics: Metrics,
+        front_epoch: str,
+        unopened: Callable[[], Collection[str]] = frozenset,
+    ) -> None:
+        """`unopened` tells the generations of accepted requests that no rank has heard of yet."""
         self._config = config
         self._registry = registry
         self._links = links
         self._metrics = metrics
+        self._unopened = unopened
         self._loads = PendingLoads(config.tensor_parallel_size)
         self._pins = Pins(front_epoch, config.max_loras)
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # one lives while somebody uses it
-        self._roots = tuple(Path(root) for root in config.adapter_roots)
-        self._limits = AdapterLimits(max_lora_rank=config.max_lora_rank, roots=self._roots)
+        self._retiring: dict[str, None] = {}  # generations whose Unload waits for requests to be opened, in order
+        self._num_ups = 0
         self.base = BaseShapes.from_config(json.loads((Path(config.model) / "config.json").read_text(encoding="utf-8")))
+        self._sources = AdapterSources(config, self.base)
+
+    def use_tokens(self, token_id: TokenId) -> None:
+        """From now on, refuse adapters with tokens that the served tokenizer does not have."""
+        self._sources.token_id = token_id
 
     # what an operator asks
 
@@ -56,46 +76,44 @@ class AdapterLifecycle:
             raise ConfigError(f"lora_modules {module.name!r}: {error.message}") from None
         self._registry.put(adapter)
 
+    def restored(self) -> None:
+        """Pin again what the registry that came back says is pinned."""
+        for adapter in self._registry.adapters():
+            if adapter.pinned:
+                try:
+                    self._pins.pin(adapter)
+                except AdapterError as error:
+                    log.error("%s was pinned and is not any more: %s", adapter.name, error)
+                    self._registry.put(dataclasses.replace(adapter, pinned=False))
+
     async def load(self, name: str, path: str, *, load_inplace: bool, pinned: bool) -> None:
-        """Serve `name` from `path`: on return it is usable on every rank. The same weights again are a success that changes nothing.
+        """Serve `name` from `path`: on return it is usable on every rank. The same adapter again is a success that changes nothing.
 
         Raises AdapterError (400 refused, 404 no such folder, 409 served with other weights, 503 a rank is down); then the name and what
         it served are as they were.
         """
-        if not self._config.enable_lora:
-            raise AdapterError("this server runs without LoRA (--no-enable-lora)", code="lora_disabled")
+        self._check_enabled()
         self._registry.check_name(name)
         async with self._lock(name):
-            self._registry.check_name(name)
-            adapter = await self._prepare(name, path, pinned=pinned)
-            served = self._registry.get(name)
-            if served is not None and served.digest == adapter.digest:
-                if pinned:
-                    self._pin(served)
-                return
-            if served is not None and not load_inplace:
-                raise AdapterError(
-                    f"lora_name {name!r} is served already with other weights; unload it first, or set load_inplace",
-                    code="adapter_already_loaded",
-                    status=409,
-                )
-            if pinned:
-                self._pins.check_room()
-            await self._load_on_ranks(adapter)
-            before = self._registry.put(adapter)
-            was_pinned = before is not None and self._unpin(before)
-            if pinned or was_pinned:
-                self._pin(adapter)
-            if before is not None:
-                self._links.send_all(front_rank.Unload(before.generation))
+            with self._registry.claimed(name):
+                await self._load(name, path, load_inplace=load_inplace, pinned=pinned)
+
+    async def load_absent(self, name: str, path: str) -> None:
+        """Serve `name` from `path` unless it is served, by whatever was faster. Raises AdapterError as `load` does."""
+        self._check_enabled()
+        self._registry.check_name(name)
+        async with self._lock(name):
+            if self._registry.get(name) is None:
+                with self._registry.claimed(name):
+                    await self._load(name, path, load_inplace=False, pinned=False)
 
     async def unload(self, name: str) -> None:
         """Stop serving `name`: new requests on it get 404 from now on, running ones end on its weights. Raises RequestError 404."""
         async with self._lock(name):
             adapter = self._served(name)
             self._registry.pop(name)
-            self._unpin(adapter)
-            self._links.send_all(front_rank.Unload(adapter.generation))
+            self._end_pin(adapter)
+            self.retire(adapter.generation)
             self._metrics.forget(name)
 
     async def pin(self, name: str) -> None:
@@ -106,7 +124,9 @@ class AdapterLifecycle:
     async def unpin(self, name: str) -> None:
         """Let `name`'s slot turn again; one that is not pinned stays so. Raises RequestError 404 where it is not served."""
         async with self._lock(name):
-            self._unpin(self._served(name))
+            adapter = self._served(name)
+            if self._end_pin(adapter):
+                self._registry.put(dataclasses.replace(adapter, pinned=False))
 
     def pinned(self) -> list[str]:
         """Names of pinned adapters."""
@@ -121,9 +141,14 @@ class AdapterLifecycle:
     def pin_failed(self, rid: str) -> bool:
         """A request failed: whether it was a pin, which then is none any more."""
         generation = self._pins.failed(rid)
-        if generation is not None:
-            log.error("the pin of %s failed", self._registry.client_name(generation))
-        return generation is not None
+        if generation is None:
+            return False
+        name = self._registry.client_name(generation)
+        log.error("the pin of %s failed", name)
+        adapter = self._registry.get(name)
+        if adapter is not None and adapter.generation == generation:
+            self._registry.put(dataclasses.replace(adapter, pinned=False))
+        return True
 
     def went_down(self, reason: str) -> None:
         """The ranks are gone, and with them every load under way."""
@@ -135,6 +160,8 @@ class AdapterLifecycle:
 
     def register_all(self) -> None:
         """All served names, then the pins."""
+        self._num_ups += 1
+        self._retiring.clear()
         for adapter in self._registry.adapters():
             self.register(adapter)
         for generation in self._pins.generations():
@@ -142,7 +169,55 @@ class AdapterLifecycle:
             if pinned is not None and pinned.generation == generation:
                 self._links.send_all(self._pins.ingest(pinned))
 
+    def retire(self, generation: str) -> None:
+        """No name points to `generation` any more: ranks forget it once they have heard of every request that runs on it."""
+        self._retiring[generation] = None
+        self.opened()
+
+    def opened(self) -> None:
+        """Requests were opened on the ranks, or ended: send the Unloads that waited for them."""
+        if self._retiring:
+            unopened = self._unopened()
+            for generation in [generation for generation in self._retiring if generation not in unopened]:
+                del self._retiring[generation]
+                self._links.send_all(front_rank.Unload(generation))
+
     # inside
+
+    async def _load(self, name: str, path: str, *, load_inplace: bool, pinned: bool) -> None:
+        adapter = await self._prepare(name, path, pinned=pinned)
+        served = self._registry.get(name)
+        if served is not None:
+            adapter = dataclasses.replace(adapter, pinned=pinned or served.pinned)
+            if served.digest == adapter.digest and served.chat_template == adapter.chat_template:
+                if pinned:
+                    self._pin(served)
+                return
+            if not load_inplace:
+                what = "weights" if served.digest != adapter.digest else "a chat template"
+                raise AdapterError(
+                    f"lora_name {name!r} is served already with other {what.removeprefix('a ')}; unload it first, or set load_inplace",
+                    code="adapter_already_loaded",
+                    status=409,
+                )
+            if served.digest == adapter.digest:
+                if pinned:
+                    self._pin(served)
+                self._registry.put(dataclasses.replace(adapter, generation=served.generation))
+                return
+        with self._pins.promised(pinned and not (served is not None and served.pinned)):
+            await self._load_on_ranks(adapter)
+        self._registry.put(adapter)
+        if served is not None:
+            self._end_pin(served)
+        if adapter.pinned:
+            self._send_pin(adapter)
+        if served is not None:
+            self.retire(served.generation)
+
+    def _check_enabled(self) -> None:
+        if not self._config.enable_lora:
+            raise AdapterError("this server runs without LoRA (--no-enable-lora)", code="lora_disabled")
 
     def _lock(self, name: str) -> asyncio.Lock:
         lock = self._locks.get(name)
@@ -157,36 +232,49 @@ class AdapterLifecycle:
         return adapter
 
     def _pin(self, adapter: Adapter) -> None:
+        self._send_pin(adapter)
+        if not adapter.pinned:
+            self._registry.put(dataclasses.replace(adapter, pinned=True))
+
+    def _send_pin(self, adapter: Adapter) -> None:
         ingest = self._pins.pin(adapter)
         if ingest is not None:
             self._links.send_all(ingest)
 
-    def _unpin(self, adapter: Adapter) -> bool:
+    def _end_pin(self, adapter: Adapter) -> bool:
         rid = self._pins.unpin(adapter.generation)
         if rid is not None:
             self._links.send(0, front_rank.Abort(rid))
         return rid is not None
 
     async def _prepare(self, name: str, path: str, *, pinned: bool) -> Adapter:
-        """Check a folder as far as the front can: place, config, headers, digest. Raises AdapterError."""
-        folder = resolve_path(path, self._roots)
-        facts, digest = await asyncio.to_thread(self._examine, folder)
+        """Check an adapter as far as the front can: place, config, headers, tokens, digest. Raises AdapterError."""
+        found = await self._sources.find(path)
+        facts = found.examined.facts
         for warning in facts.warnings:
             log.warning("adapter %s: %s", name, warning)
-        generation = self._registry.draw_generation(name)
-        return Adapter(name, generation, str(folder), path, digest, int(time.time()), bool(facts.modules), pinned)
-
-    def _examine(self, folder: Path) -> tuple[AdapterFacts, str]:
-        return inspect_adapter(folder, self.base, self._limits), digest_adapter(folder, self._roots)
+        return Adapter(
+            name,
+            self._registry.draw_generation(name),
+            str(found.folder),
+            path,
+            found.examined.digest,
+            int(time.time()),
+            has_something=bool(facts.modules),
+            pinned=pinned,
+            chat_template=facts.chat_template,
+        )
 
     async def _load_on_ranks(self, adapter: Adapter) -> None:
         """All ranks read and check it, or none keeps it."""
         if not self._links.is_up:
             raise AdapterError("the ranks are not ready; try again", code="server_not_ready", status=503)
-        load_id = self._loads.begin()
+        load_id, num_ups = self._loads.begin(), self._num_ups
         self._links.send_all(self._load_message(adapter, load_id, verify=True))
         try:
             await self._loads.wait(load_id, 2 * self._config.lora_read_timeout_s)
+            if num_ups != self._num_ups or not self._links.is_up:  # they answered, and started anew before this was read
+                raise AdapterError("the ranks started anew while it loaded; try again", code="instance_restarted", status=503)
         except BaseException:
             self._links.send_all(front_rank.Unload(adapter.generation))
             raise

@@ -15,9 +15,10 @@ from collections.abc import Callable, Iterable
 
 import zmq
 
-from mstar.errors import ProtocolError
+from mstar.errors import ConfigError, ProtocolError
 from mstar.wire import front_rank
 from mstar.wire.channel import MAX_FRAME_BYTES, HelloReader, Receiver, Sender, seal_hello
+from mstar.wire.security import allow_ranks_only, curve_for
 
 BEAT_S = 0.2
 
@@ -33,6 +34,7 @@ class RankLinks:
         front_epoch: str,
         tp_size: int,
         *,
+        curve_dir: str | None = None,
         on_up: Callable[[tuple[front_rank.RankReady, ...]], None],
         on_down: Callable[[str], None],
         on_message: Callable[[int, front_rank.ToFront], None],
@@ -49,7 +51,15 @@ class RankLinks:
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
         self._socket.setsockopt(zmq.LINGER, 500)
         self._socket.set_hwm(100_000)
-        self._socket.bind(endpoint)
+        curve = curve_for(endpoint, curve_dir)
+        self._stop_authenticator: Callable[[], None] = lambda: None
+        if curve is not None:
+            self._stop_authenticator = allow_ranks_only(self._context, curve)
+            curve.secure_server(self._socket)
+        try:
+            self._socket.bind(endpoint)
+        except zmq.ZMQError as error:
+            raise ConfigError(f"front_endpoint {endpoint}: cannot listen there: {error}") from None
         self._hello: HelloReader[front_rank.Hello] = HelloReader(front_rank.Hello)
         self._ready: dict[int, front_rank.RankReady] = {}
         self._instance_epoch = ""
@@ -97,6 +107,7 @@ class RankLinks:
             self._beating.cancel()
             await asyncio.gather(self._beating, return_exceptions=True)
         self._socket.close()
+        self._stop_authenticator()
         await asyncio.to_thread(self._context.term)
 
     def _put(self, tp_rank: int, frame: bytes) -> None:

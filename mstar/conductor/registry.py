@@ -3,11 +3,16 @@
 Pure. Inside ranks an adapter is a *generation*: the client's name plus a mark that is never used again, so that slots, KV and prefix
 keys have one identity. The client's name is only a pointer to the newest generation; a replace loads the new one, moves the pointer,
 then unloads the old.
+
+Nothing here costs more with more names registered, but for `adapters()` and an insertion into the sorted list of names (a memmove).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from bisect import bisect_left, bisect_right, insort
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from mstar.errors import AdapterError, ModelNotFound
@@ -27,6 +32,7 @@ class Adapter:
     created: int
     has_something: bool = True
     pinned: bool = False
+    chat_template: str | None = None  # the folder's own
 
 
 class Registry:
@@ -37,6 +43,8 @@ class Registry:
         self._front_epoch = front_epoch
         self._capacity = capacity
         self._adapters: dict[str, Adapter] = {}
+        self._names: list[str] = []  # sorted
+        self._claims: Counter[str] = Counter()  # names of loads under way
         self.on_change: Callable[[], None] = lambda: None  # called after every put and pop
         self._drawn = 0
 
@@ -57,11 +65,27 @@ class Registry:
             )
         if name == self.base:
             raise AdapterError(f"lora_name {name!r} is the served base model's name", code="adapter_name_reserved")
-        if name not in self._adapters and len(self._adapters) >= self._capacity:
+        if name in self._adapters or name in self._claims:
+            return
+        loading = sum(1 for claimed in self._claims if claimed not in self._adapters)
+        if len(self._adapters) + loading >= self._capacity:
             raise AdapterError(
-                f"{len(self._adapters)} adapters are served, max_registered_loras allows {self._capacity}; unload one first",
+                f"{len(self._adapters)} adapters are served{f' and {loading} are loading' if loading else ''}, "
+                f"max_registered_loras allows {self._capacity}; unload one first",
                 code="adapter_limit_reached",
             )
+
+    @contextmanager
+    def claimed(self, name: str) -> Iterator[None]:
+        """Check `name` and count it against the limit while it loads. Raises AdapterError as `check_name` does."""
+        self.check_name(name)
+        self._claims[name] += 1
+        try:
+            yield
+        finally:
+            self._claims[name] -= 1
+            if not self._claims[name]:
+                del self._claims[name]
 
     def get(self, name: str) -> Adapter | None:
         """The generation that `name` points to."""
@@ -70,6 +94,8 @@ class Registry:
     def put(self, adapter: Adapter) -> Adapter | None:
         """Point its name to `adapter`; returns the generation it pointed to before."""
         before = self._adapters.get(adapter.name)
+        if before is None:
+            insort(self._names, adapter.name)
         self._adapters[adapter.name] = adapter
         self.on_change()
         return before
@@ -77,6 +103,8 @@ class Registry:
     def pop(self, name: str) -> Adapter | None:
         """Stop serving `name`."""
         popped = self._adapters.pop(name, None)
+        if popped is not None:
+            del self._names[bisect_left(self._names, name)]
         self.on_change()
         return popped
 
@@ -101,4 +129,10 @@ class Registry:
 
     def adapters(self) -> list[Adapter]:
         """All served adapters by name."""
-        return [self._adapters[name] for name in sorted(self._adapters)]
+        return [self._adapters[name] for name in self._names]
+
+    def page(self, after: str | None, limit: int | None) -> tuple[list[Adapter], bool]:
+        """At most `limit` adapters by name, from behind the name `after`, and whether more follow."""
+        start = 0 if after is None else bisect_right(self._names, after)
+        stop = len(self._names) if limit is None else min(start + limit, len(self._names))
+        return [self._adapters[name] for name in self._names[start:stop]], stop < len(self._names)

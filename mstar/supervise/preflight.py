@@ -11,6 +11,7 @@ from mstar.config import ServeConfig
 from mstar.distributed.shards import plan_heads
 from mstar.errors import ConfigError, RequestError
 from mstar.models.arch import ModelArch, load_arch
+from mstar.wire.security import curve_for
 
 DEFAULT_MAX_MODEL_LEN = 8192
 
@@ -32,6 +33,8 @@ def preflight(config: ServeConfig) -> ServeConfig:
     for root in config.lora_root:
         if not Path(root).is_dir():
             raise ConfigError(f"lora_root {root}: there is no such folder")
+    if config.front_endpoint is not None:
+        curve_for(config.front_endpoint, config.curve_dir)
     _check_adapters(config)
     return config.model_copy(update={"max_model_len": _max_model_len(config, arch)})
 

@@ -4,7 +4,7 @@
                 └─ rank 0 … N-1, one instance: one of them ends, all are ended and start anew under a new epoch
 
 A rank that ends with status 2 says that the configuration cannot be served: everything stops with 2. A front that dies is started
-again beside the running ranks. Both give up after `MAX_RESTARTS` within `RESTART_WINDOW_S`.
+again beside the running ranks. Both give up after `max_restarts` within `RESTART_WINDOW_S`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from mstar.launch import FrontLaunch, RankLaunch
 from mstar.supervise.preflight import preflight
 from mstar.supervise.processes import Child, end, spawn
 
-MAX_RESTARTS = 5
 RESTART_WINDOW_S = 300.0
 RANK_END_S = 5.0
 
@@ -56,7 +55,7 @@ class Supervisor:
         self._listener = listener
         self._run_dir = run_dir
         self._started_at = time.time()
-        self._front_endpoint = f"ipc://{run_dir}/front.ipc"
+        self._front_endpoint = config.front_endpoint or f"ipc://{run_dir}/front.ipc"
         self._restarts: deque[float] = deque()
         self._signals = 0
         self._front: Child | None = None
@@ -73,7 +72,8 @@ class Supervisor:
         )  # fmt: skip
         try:
             self._start_front()
-            self._start_ranks()
+            if not self._config.attach:
+                self._start_ranks()
             return self._watch()
         finally:
             self._end_all()
@@ -120,10 +120,10 @@ class Supervisor:
         now = time.monotonic()
         while self._restarts and now - self._restarts[0] > RESTART_WINDOW_S:
             self._restarts.popleft()
-        if len(self._restarts) >= MAX_RESTARTS:
+        if len(self._restarts) >= self._config.max_restarts:
             log.error("%d restarts within %g s: giving up", len(self._restarts), RESTART_WINDOW_S)
             return False
-        time.sleep(0.1 * 2 ** len(self._restarts))
+        time.sleep(min(5.0, 0.1 * 2 ** len(self._restarts)))
         self._restarts.append(now)
         return True
 
@@ -144,7 +144,6 @@ class Supervisor:
         size = self._config.tensor_parallel_size
         launch = RankLaunch(
             config=self._config,
-            instance_epoch=epoch,
             front_endpoint=self._front_endpoint,
             leader_endpoint=f"ipc://{self._run_dir}/leader-{epoch}.ipc",
             store=f"file://{self._run_dir}/store-{epoch}",

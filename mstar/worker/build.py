@@ -97,7 +97,7 @@ def _build_pool(
     spec = dataclasses.replace(
         spec,
         base=base,
-        roots=config.adapter_roots,
+        roots=config.read_roots,
         read_timeout_s=config.lora_read_timeout_s,
         hint_wait_s=config.hint_wait_s,
         copy_wait_s=(config.lora_read_timeout_s + config.agreement_timeout_s) / 2,

@@ -25,8 +25,8 @@ IDLE_S = 0.2
 class Follower(RankShell):
     """One follower."""
 
-    def __init__(self, rank: Rank, io: RankIo) -> None:
-        super().__init__(rank, io)
+    def __init__(self, rank: Rank, io: RankIo, epoch: str) -> None:
+        super().__init__(rank, io, epoch)
         self._sequence = FollowerSequence()
         self._orders: deque[leader_follower.ToFollower] = deque()
 

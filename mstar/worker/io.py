@@ -17,7 +17,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -25,9 +25,11 @@ from typing import Any
 import msgspec
 import zmq
 
+from mstar.config import ServeConfig
 from mstar.errors import MstarError, ProtocolError, WorkerError
 from mstar.wire import front_rank, leader_follower
 from mstar.wire.channel import MAX_FRAME_BYTES, HelloReader, Receiver, Sender, seal_hello
+from mstar.wire.security import allow_ranks_only, curve_for
 
 BEAT_S = 0.2
 FRONT_SILENT_S = 2.0
@@ -114,20 +116,13 @@ Event = FromFront | FrontChanged | FromLeader | FromFollower | CopyIn | LoadDone
 class RankIo:
     """Sockets and channels of one rank. All public methods but `start` are for the step thread (and `put` for any)."""
 
-    def __init__(
-        self,
-        instance_epoch: str,
-        tp_rank: int,
-        tp_size: int,
-        front_endpoint: str,
-        ready: front_rank.RankReady,
-        stuck_after_s: float = 120.0,
-    ) -> None:
+    def __init__(self, tp_rank: int, config: ServeConfig, front_endpoint: str, ready: front_rank.RankReady) -> None:
         self.progress = Progress()
-        self._stuck_after_s = stuck_after_s
-        self._epoch = instance_epoch
+        self._stuck_after_s = config.stuck_rank_timeout_s
+        self._curve_dir = config.curve_dir
+        self._epoch = ""
         self._tp_rank = tp_rank
-        self._tp_size = tp_size
+        self._tp_size = config.tensor_parallel_size
         self._front_endpoint = front_endpoint
         self._ready = ready
         self._context = zmq.Context()
@@ -135,6 +130,9 @@ class RankIo:
         self._outbox: deque[tuple[str, msgspec.Struct]] = deque()
         self._wake_in, self._wake_out = self._wake_pair()
         self._front = self._socket(zmq.DEALER, f"rank-{tp_rank}".encode())
+        curve = curve_for(front_endpoint, self._curve_dir)
+        if curve is not None:
+            curve.secure_client(self._front)
         self._peer: zmq.Socket[bytes] | None = None
         self._greeted = threading.Event()
         self._front_sender: Sender | None = None
@@ -146,6 +144,7 @@ class RankIo:
         self._peer_receivers: dict[bytes, Receiver[Any]] = {}
         self._num_dropped = 0
         self._stopping = False
+        self._stop_authenticator: Callable[[], None] = lambda: None
         self._thread = threading.Thread(target=self._run, name="mstar-io", daemon=True)
 
     # set-up
@@ -154,18 +153,30 @@ class RankIo:
         """Rank 0: bind for the followers; returns the endpoint as bound."""
         self._peer = self._socket(zmq.ROUTER)
         self._peer.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        curve = curve_for(endpoint, self._curve_dir)
+        if curve is not None:
+            self._stop_authenticator = allow_ranks_only(self._context, curve)
+            curve.secure_server(self._peer)
         self._peer.bind(endpoint)
         return self._peer.getsockopt_string(zmq.LAST_ENDPOINT)
 
-    def connect_leader(self, endpoint: str) -> None:
-        """A follower: connect to rank 0."""
+    def connect_leader(self, endpoint: str, epoch: str) -> None:
+        """A follower: connect to rank 0, whose instance has this epoch."""
+        self._epoch = epoch
         self._peer = self._socket(zmq.DEALER, f"follower-{self._tp_rank}".encode())
+        curve = curve_for(endpoint, self._curve_dir)
+        if curve is not None:
+            curve.secure_client(self._peer)
         self._peer.connect(endpoint)
         self._peer_senders[b""] = Sender(self._epoch)
         self._peer_receivers[b""] = Receiver(self._epoch, leader_follower.ToFollower, "the leader")
 
-    def start(self, timeout_s: float) -> None:
-        """Start the thread; returns when leader and followers greeted each other. Raises WorkerError after `timeout_s`."""
+    def start(self, epoch: str, timeout_s: float) -> None:
+        """Start the thread under the instance's epoch; returns when leader and followers greeted each other.
+
+        Raises WorkerError after `timeout_s`.
+        """
+        self._epoch = epoch
         if self._tp_size == 1:
             self._greeted.set()
         self._thread.start()
@@ -209,6 +220,7 @@ class RankIo:
         self._stopping = True
         self._wake_out.send(b"")
         self._thread.join(timeout=2.0)
+        self._stop_authenticator()
         self._context.destroy(linger=500)
 
     # io thread
@@ -356,8 +368,8 @@ class RankIo:
         try:
             socket.send_multipart(parts, zmq.NOBLOCK)
         except zmq.Again:
-            if socket is self._front:
-                return  # the front is gone or drowns; its next epoch starts anew, and a gap shows it
+            if socket is self._front or not self._greeted.is_set():
+                return  # the front is gone or drowns (its next epoch starts anew, a gap shows it), or the leader is not there yet
             raise ProtocolError(f"TP rank {self._tp_rank}: a peer rank does not take messages") from None
         except zmq.ZMQError as error:
             raise ProtocolError(f"TP rank {self._tp_rank}: a peer rank is not reachable: {error}") from None

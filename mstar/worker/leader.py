@@ -30,8 +30,8 @@ IDLE_S = 0.2
 class Leader(RankShell):
     """TP rank 0."""
 
-    def __init__(self, rank: Rank, io: RankIo) -> None:
-        super().__init__(rank, io)
+    def __init__(self, rank: Rank, io: RankIo, epoch: str) -> None:
+        super().__init__(rank, io, epoch)
         config = rank.config
         self._sequence = LeaderSequence()
         resources: list[Resource] = [rank.kv] if rank.pool is None else [rank.pool, rank.kv]

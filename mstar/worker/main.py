@@ -11,6 +11,7 @@ import logging
 import os
 import signal
 import sys
+import uuid
 
 from mstar.errors import ConfigError, MstarError
 from mstar.launch import RankLaunch, read_rank_launch
@@ -25,8 +26,13 @@ log = logging.getLogger(__name__)
 
 
 def main() -> int:
-    """Run one rank to its end."""
+    """Run the rank that the supervisor started."""
     launch, tp_rank = read_rank_launch()
+    return run_rank(launch, tp_rank)
+
+
+def run_rank(launch: RankLaunch, tp_rank: int) -> int:
+    """Run one rank to its end; returns the exit status."""
     logging.basicConfig(
         level=launch.config.log_level.upper(), format=f"%(asctime)s rank{tp_rank} %(levelname)s %(message)s", stream=sys.stderr
     )
@@ -54,22 +60,29 @@ def _run(launch: RankLaunch, tp_rank: int) -> None:
             io.put(CopyIn(name))
 
     rank = build_rank(launch, tp_rank, on_copy)
-    stuck_after_s = launch.config.stuck_rank_timeout_s
-    io = RankIo(launch.instance_epoch, tp_rank, launch.config.tensor_parallel_size, launch.front_endpoint, _ready(rank), stuck_after_s)
-    if launch.config.tensor_parallel_size > 1:
-        if tp_rank == 0:
-            io.bind_leader(launch.leader_endpoint)
-        else:
-            io.connect_leader(launch.leader_endpoint)
+    io = RankIo(tp_rank, launch.config, launch.front_endpoint, _ready(rank))
+    epoch = _meet(rank, io)
     waiting.append(io)
-    io.start(launch.config.start_timeout_s)
-    loop = Leader(rank, io) if tp_rank == 0 else Follower(rank, io)
+    io.start(epoch, launch.config.start_timeout_s)
+    loop = Leader(rank, io, epoch) if tp_rank == 0 else Follower(rank, io, epoch)
     try:
         loop.run()
     finally:
         io.close()
         if rank.pool is not None:
             rank.pool.close()
+
+
+def _meet(rank: Rank, io: RankIo) -> str:
+    """Rank 0 draws the instance's epoch and binds; the others connect. Returns the epoch."""
+    said = ""
+    if rank.tp_rank == 0:
+        endpoint = io.bind_leader(rank.launch.leader_endpoint) if rank.comm.tp_size > 1 else ""
+        said = f"{uuid.uuid4().hex[:8]} {endpoint}"
+    epoch, _, endpoint = rank.comm.share_text(said).partition(" ")
+    if rank.tp_rank > 0:
+        io.connect_leader(endpoint, epoch)
+    return epoch
 
 
 def _ready(rank: Rank) -> RankReady:

@@ -28,7 +28,8 @@ class Stopped(Exception):
 class RankShell:
     """Base of the two loops."""
 
-    def __init__(self, rank: Rank, io: RankIo) -> None:
+    def __init__(self, rank: Rank, io: RankIo, epoch: str) -> None:
+        self._epoch = epoch
         self._rank = rank
         self._io = io
         self._runner = rank.runner
@@ -98,7 +99,7 @@ class RankShell:
 
     def dump(self, reason: str) -> None:
         """Write this rank's tables where the supervisor finds them."""
-        path = Path(self._rank.launch.run_dir) / f"tables-{self._rank.launch.instance_epoch}-rank{self._rank.tp_rank}.txt"
+        path = Path(self._rank.launch.run_dir) / f"tables-{self._epoch}-rank{self._rank.tp_rank}.txt"
         path.write_text(f"{reason}\nstep {self.last_seq()}\n" + "".join(self._runner.lines()), encoding="utf-8")
         log.error("TP rank %d: %s; tables written to %s", self._rank.tp_rank, reason, path)
 

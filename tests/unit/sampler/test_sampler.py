@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mstar.engine.resources.sampler.draw import draw
 from mstar.engine.resources.sampler.reference import draw_interval
 from mstar.engine.resources.sampler.sampler import SampleRow, prompt_logprobs, sample_rows
 from mstar.engine.resources.sampler.uniform import uniform
@@ -109,6 +110,33 @@ def test_top_p_over_a_flat_distribution_looks_beyond_its_candidates():
     logits = 0.01 * torch.randn(4, 3000, generator=generator)
     rows = [row(seed=seed, top_p=top_p) for seed, top_p in enumerate((0.9, 0.5, 0.01, 1.0))]
     check_intervals(logits, rows)
+
+
+def test_many_tokens_tied_at_the_boundary_all_stay_beyond_the_candidates_too():
+    logits = [1.0] * 600 + [0.0] * 300
+    kept = drawable(logits, top_k=40)
+    assert max(kept) > 500 and kept <= set(range(600))
+    assert drawable([0.0] * 900, top_p=0.1) & set(range(600, 900))
+
+
+def test_rows_with_filters_of_every_kind_draw_as_their_references_do_in_one_long_batch():
+    generator = torch.Generator().manual_seed(5)
+    fields = [
+        {},
+        {"top_k": 3},
+        {"top_p": 0.7},
+        {"min_p": 0.02},
+        {"top_k": 400},
+        {"top_k": 400, "top_p": 0.99},
+        {"min_p": 0.5, "top_p": 0.9},
+    ]
+    rows = [row(seed=seed, temperature=temperature, **fields[seed % 7]) for seed in range(28) for temperature in (0.7, 1.6)]
+    check_intervals(2.5 * torch.randn(56, 2000, generator=generator), rows)
+
+
+def test_a_draw_at_the_very_end_lands_on_the_last_token_that_is_kept():
+    logits = torch.tensor([[1.0, 2.0, float("-inf"), float("-inf")]])
+    assert draw(logits, torch.tensor([[2.0]]), [params()], [1.0]) == [1]
 
 
 def test_frequency_and_presence_penalties_count_output_tokens_alone():

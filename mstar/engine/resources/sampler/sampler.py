@@ -4,12 +4,7 @@ Owned by the step thread, on the gathered logits. Rows that are plainly greedy c
 go through, in this order (vLLM's):
 
     banned ids -> repetition, frequency, presence penalties -> greedy: argmax, lowest id on ties
-      -> temperature -> min_p -> top_k -> top_p -> draw
-
-Every filter is a threshold on the value, never a place in a sorted list: tokens tied at the boundary all stay, so no sort order
-can tell two ranks apart. The draw lays the kept tokens side by side in token-id order, by probability:
-
-    0 |---- id 3 ----|-- id 17 --|-------- id 40 --------|- id 99 -| 1        u = uniform(seed, position) picks one
+      -> temperature -> min_p -> top_k -> top_p -> draw (draw.py)
 """
 
 from __future__ import annotations
@@ -21,11 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mstar.engine.resources.sampler.draw import draw
 from mstar.engine.resources.sampler.uniform import uniform
 from mstar.types import SamplingParams, TokenLogprob, TokenLogprobs
 
 GREEDY_BELOW = 1e-5  # temperatures below this are greedy, as in vLLM
-_NUM_CANDIDATES = 256  # top_p looks for its boundary among so many best tokens before it sorts them all
 
 
 @dataclass(frozen=True)
@@ -62,7 +57,8 @@ def sample_rows(logits: Tensor, rows: Sequence[SampleRow]) -> list[SampledToken]
     finite: list[bool] = best.isfinite().tolist()
     special = [index for index, row in enumerate(rows) if finite[index] and not _is_plain(row)]
     if special:
-        picked = _pick(logits if len(special) == len(rows) else logits[special], [rows[index] for index in special])
+        whole = len(special) == len(rows)
+        picked = _pick(logits if whole else logits[special], best if whole else best[special], [rows[index] for index in special])
         for index, token_id in zip(special, picked, strict=True):
             chosen[index] = token_id
     shown = [index for index, row in enumerate(rows) if finite[index] and row.sampling.logprobs is not None]
@@ -87,16 +83,19 @@ def _has_penalty(sampling: SamplingParams) -> bool:
     return sampling.repetition_penalty != 1 or sampling.frequency_penalty != 0 or sampling.presence_penalty != 0
 
 
-def _pick(logits: Tensor, rows: Sequence[SampleRow]) -> list[int]:
-    """The tokens of rows `logits [n, vocab]` that need more than an argmax."""
+def _pick(logits: Tensor, best: Tensor, rows: Sequence[SampleRow]) -> list[int]:
+    """The tokens of rows `logits [n, vocab]`, with `best [n]`, that need more than an argmax of the raw logits."""
+    picked = [0] * len(rows)
     if any(row.banned_ids or _has_penalty(row.sampling) for row in rows):
         logits = _penalised(logits, rows)
-    best, best_ids = logits.max(dim=-1, keepdim=True)
+        best, best_ids = logits.max(dim=-1)
+        picked = best_ids.tolist()
     drawn = [index for index, row in enumerate(rows) if row.sampling.temperature >= GREEDY_BELOW]
-    picked: list[int] = best_ids[:, 0].tolist()
     if drawn:
         whole = len(drawn) == len(rows)
-        tokens = _draw(logits if whole else logits[drawn], best if whole else best[drawn], [rows[index] for index in drawn])
+        samplings = [rows[index].sampling for index in drawn]
+        uniforms = [uniform(rows[index].sampling.seed, rows[index].position) for index in drawn]
+        tokens = draw(logits if whole else logits[drawn], (best if whole else best[drawn])[:, None], samplings, uniforms)
         for index, token_id in zip(drawn, tokens, strict=True):
             picked[index] = token_id
     return picked
@@ -124,65 +123,6 @@ def _penalised(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
 
 def _ids(tokens: Sequence[int]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
     return np.fromiter(tokens, dtype=np.int64, count=len(tokens))
-
-
-def _draw(logits: Tensor, best: Tensor, rows: Sequence[SampleRow]) -> list[int]:
-    """Filter and draw for rows `logits [n, vocab]` with `best [n, 1]`, all of them with a temperature."""
-
-    def column(values: Sequence[float], dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.tensor(values, dtype=dtype, device=logits.device)[:, None]
-
-    scaled = (logits - best) / column([row.sampling.temperature for row in rows])  # the best token at 0
-    weights = scaled.exp()
-    threshold = _threshold(scaled, weights, [row.sampling for row in rows])
-    if threshold is not None:
-        weights = weights.masked_fill_(scaled < threshold, 0)
-    cdf = weights.cumsum(dim=-1, dtype=torch.float64)
-    targets = column([uniform(row.sampling.seed, row.position) for row in rows], torch.float64) * cdf[:, -1:]
-    picked: list[int] = torch.searchsorted(cdf, targets - 0.01 * cdf[:, -1:], right=True)[:, 0].clamp_(max=logits.shape[1] - 1).tolist()
-    return picked
-
-
-def _threshold(scaled: Tensor, weights: Tensor, samplings: Sequence[SamplingParams]) -> Tensor | None:
-    """The lowest scaled logit that each row keeps, `[n, 1]`; None where no row filters."""
-    vocab = scaled.shape[1]
-    top_ks = [min(sampling.top_k, vocab) if sampling.top_k > 0 else vocab for sampling in samplings]
-    min_ps = [sampling.min_p for sampling in samplings]
-    top_ps = [sampling.top_p for sampling in samplings]
-    threshold = None
-    if any(min_p > 0 for min_p in min_ps):
-        threshold = torch.tensor(min_ps, dtype=torch.float64).log().to(scaled)[:, None]
-    limited = [top_k for top_k in top_ks if top_k < vocab]
-    nucleus = any(top_p < 1 for top_p in top_ps)
-    if not limited and not nucleus:
-        return threshold
-    num_best = min(vocab, max([*limited, _NUM_CANDIDATES if nucleus else 1]))
-    values = scaled.topk(num_best, dim=-1).values
-    if limited:
-        last = torch.tensor([top_k - 1 for top_k in top_ks], device=scaled.device)[:, None]
-        by_k = values.gather(1, last.clamp(max=num_best - 1)).masked_fill_(last >= num_best, float("-inf"))
-        threshold = by_k if threshold is None else torch.maximum(threshold, by_k)
-    if not nucleus:
-        return threshold
-    if threshold is None:
-        threshold = scaled.new_full((len(samplings), 1), float("-inf"))
-    total = weights.masked_fill(scaled < threshold, 0).sum(dim=-1, keepdim=True, dtype=torch.float64)
-    target = torch.tensor(top_ps, dtype=torch.float64, device=scaled.device)[:, None] * total
-    by_p, found = _nucleus_boundary(values, threshold, target)
-    missing = [index for index, (is_found, top_p) in enumerate(zip(found.tolist(), top_ps, strict=True)) if top_p < 1 and not is_found]
-    if missing:  # a flat distribution: look among all tokens
-        everything = scaled[missing].sort(dim=-1, descending=True).values
-        by_p[missing] = _nucleus_boundary(everything, threshold[missing], target[missing])[0]
-    off = torch.tensor([top_p >= 1 for top_p in top_ps], device=scaled.device)[:, None]
-    return torch.maximum(threshold, by_p.masked_fill_(off, float("-inf")))
-
-
-def _nucleus_boundary(values: Tensor, threshold: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """The value at which `values [n, k]` (falling), of those at or above `threshold`, first sum up to `target`, and whether they do."""
-    reached = values.exp().masked_fill_(values < threshold, 0).cumsum(dim=-1, dtype=torch.float64)
-    place = torch.searchsorted(reached, target)
-    found = place[:, 0] < values.shape[1]
-    return values.gather(1, place.clamp_(max=values.shape[1] - 1)), found
 
 
 def _logprobs(logits: Tensor, token_ids: Sequence[int], counts: Sequence[int]) -> list[TokenLogprobs]:
