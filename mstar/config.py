@@ -13,6 +13,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from mstar.errors import ConfigError
+from mstar.types import EMBEDDING, HEAD, PROJECTIONS
 
 
 class LoraModule(BaseModel):
@@ -64,6 +65,9 @@ class ServeConfig(BaseModel):
     lora_modules: tuple[LoraModule, ...] = Field((), description="Adapters to serve from the start.")
     max_loras: int = Field(8, ge=1, description="Adapter slots on the device: distinct adapters in one batch.")
     max_lora_rank: int = Field(64, ge=1, description="Largest adapter rank (r); any integer.")
+    lora_target_modules: tuple[str, ...] = Field(
+        PROJECTIONS, description="Modules that adapters may adapt; lm_head and embed_tokens are further ones and take slot memory."
+    )
     max_cpu_loras: int | None = Field(None, ge=1, description="Adapters in the host tier. Default: twice max_loras; at least max_loras.")
     max_registered_loras: int = Field(10_000, ge=1, description="Names that may be served at a time; a load beyond is refused.")
     lora_root: tuple[str, ...] = Field((), description="Folders that adapter folders may lie in. Default: those of lora_modules.")
@@ -105,6 +109,17 @@ class ServeConfig(BaseModel):
     @classmethod
     def _one_root(cls, value: Any) -> Any:
         return (value,) if isinstance(value, str) else value
+
+    @field_validator("lora_target_modules", mode="before")
+    @classmethod
+    def _known_modules(cls, value: Any) -> Any:
+        if not isinstance(value, (str, list, tuple)):
+            return value
+        names = [name for item in ([value] if isinstance(value, str) else value) for name in str(item).split(",")]
+        unknown = [name for name in names if name not in (*PROJECTIONS, HEAD, EMBEDDING)]
+        if unknown or not names:
+            raise ValueError(f"{unknown or names} is not among {', '.join((*PROJECTIONS, HEAD, EMBEDDING))}")
+        return tuple(dict.fromkeys(names))
 
     @model_validator(mode="after")
     def _consistent(self) -> ServeConfig:

@@ -1,11 +1,12 @@
 """What the supervisor tells the processes it starts. Leaf module.
 
 `MSTAR_FRONT` and `MSTAR_LAUNCH` name JSON files written by the supervisor; RANK and WORLD_SIZE are torchrun's own names, so ranks that
-torchrun starts enter the same way.
+torchrun starts enter the same way. `MSTAR_BEAT_FD` is the write end of a pipe to the supervisor.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -24,6 +25,7 @@ class FrontLaunch(BaseModel):
     listen_fd: int
     registry_path: str
     run: str
+    secret: str  # ranks show it to this front
     started_at: float  # seconds since the epoch
 
 
@@ -40,6 +42,23 @@ class RankLaunch(BaseModel):
     leader_endpoint: str
     store: str
     run_dir: str
+    secret: str = ""  # from torchrun there is none: off loopback the keys say who may connect
+
+
+class Heartbeat:
+    """This process's signs of life to its supervisor, a byte each. Nothing is sent where there is none (torchrun)."""
+
+    def __init__(self) -> None:
+        given = os.environ.get("MSTAR_BEAT_FD")
+        self._fd = int(given) if given is not None else None
+        if self._fd is not None:
+            os.set_blocking(self._fd, False)
+
+    def beat(self) -> None:
+        """Whoever calls this must be what would not get on if the process were stuck."""
+        if self._fd is not None:
+            with contextlib.suppress(OSError):  # a full pipe says enough; a supervisor that is gone ends us
+                os.write(self._fd, b".")
 
 
 def read_front_launch() -> FrontLaunch:

@@ -7,6 +7,10 @@ from __future__ import annotations
 
 import msgspec
 
+# Leaf names of the modules that adapters may adapt: the seven projections of a layer; head and embedding where a server takes them.
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+HEAD, EMBEDDING = "lm_head", "embed_tokens"
+
 
 class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """How one sequence's tokens are chosen. Validated by the API before it is made; ranks trust it.

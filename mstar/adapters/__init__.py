@@ -12,7 +12,7 @@ no torch, no pickle, no mapping. Used by the CLI, by the front (`inspect_adapter
     base_files  rows of the base's weights                      base_copies                        copies of them in an adapter
 """
 
-from mstar.adapters.base import PROJECTIONS, BaseShapes
+from mstar.adapters.base import BaseShapes
 from mstar.adapters.base_copies import check_base_copies
 from mstar.adapters.base_files import BaseFiles
 from mstar.adapters.catalogue import REFUSALS, SERVED, Refusal, Served, catalogue_markdown
@@ -33,7 +33,6 @@ from mstar.adapters.paths import resolve_path
 from mstar.adapters.read import inspect_adapter, read_adapter
 
 __all__ = [
-    "PROJECTIONS",
     "REFUSALS",
     "SERVED",
     "AdapterFacts",

@@ -11,12 +11,11 @@ from types import MappingProxyType
 from typing import Any
 
 from mstar.errors import ConfigError
+from mstar.types import EMBEDDING, HEAD
 
 Shape = tuple[int, int]  # (in_features, out_features)
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
-PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-HEAD, EMBEDDING = "lm_head", "embed_tokens"
 # Hugging Face's defaults where config.json leaves a key away.
 _DEFAULT_KV_HEADS = {"mistral": 8, "qwen2": 32, "qwen3": 32}
 _DEFAULT_HEAD_DIM = {"qwen3": 128}

@@ -36,17 +36,22 @@ class BaseFiles:
         self._headers: dict[str, tuple[int, dict[str, Any]]] = {}  # file -> where its data starts, entries
         self._file_of: dict[str, str] | None = None
 
-    def chunks(self, name: str, rows: Range, cancelled: Callable[[], bool]) -> Iterator[tuple[int, NDArray[Any], Dtype]]:
+    def chunks(
+        self, name: str, rows: Range, cancelled: Callable[[], bool], columns: Range | None = None
+    ) -> Iterator[tuple[int, NDArray[Any], Dtype]]:
         """(first row, values, dtype) over the rows `[start, stop)` of `name`, some MiB at a time; BF16 as uint16.
 
-        A vector's rows are its elements. Raises AdapterError: `adapter_base_unreadable`, or `adapter_read_cancelled` between chunks.
+        A vector's rows are its elements; of a matrix only `columns` are read where they are given. Raises AdapterError:
+        `adapter_base_unreadable`, or `adapter_read_cancelled` between chunks.
         """
         try:
-            yield from self._chunks(name, rows, cancelled)
+            yield from self._chunks(name, rows, columns, cancelled)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise unreadable(name, f"cannot be read ({type(error).__name__})") from None
 
-    def _chunks(self, name: str, rows: Range, cancelled: Callable[[], bool]) -> Iterator[tuple[int, NDArray[Any], Dtype]]:
+    def _chunks(
+        self, name: str, rows: Range, columns: Range | None, cancelled: Callable[[], bool]
+    ) -> Iterator[tuple[int, NDArray[Any], Dtype]]:
         file = self._file(name)
         start, entries = self._header(file)
         if name not in entries:
@@ -54,16 +59,21 @@ class BaseFiles:
         dtype, shape, begin = entries[name]["dtype"], entries[name]["shape"], entries[name]["data_offsets"][0]
         if dtype not in _NUMPY or not 0 <= rows[0] <= rows[1] <= shape[0]:
             raise unreadable(name, f"is {dtype} {list(shape)}")
-        row_bytes = _NUMPY[dtype].itemsize * int(np.prod(shape[1:], dtype=np.int64))
-        at_once = max(1, CHUNK_BYTES // row_bytes)
+        item_bytes = _NUMPY[dtype].itemsize
+        row_bytes = item_bytes * int(np.prod(shape[1:], dtype=np.int64))
+        cut = (0, row_bytes) if columns is None else (columns[0] * item_bytes, columns[1] * item_bytes)
+        if not 0 <= cut[0] <= cut[1] <= row_bytes:
+            raise unreadable(name, f"is {dtype} {list(shape)}")
+        at_once = max(1, CHUNK_BYTES // max(1, cut[1] - cut[0]))
         descriptor = os.open(self._folder / file, os.O_RDONLY | os.O_CLOEXEC)
         try:
             for first in range(rows[0], rows[1], at_once):
                 if cancelled():
                     raise refuse("cancelled")
                 last = min(first + at_once, rows[1])
-                data = _pread(descriptor, start + begin + first * row_bytes, (last - first) * row_bytes)
-                yield first, data.view(_NUMPY[dtype]).reshape(last - first, *shape[1:]), cast("Dtype", dtype)
+                data = _pread_rows(descriptor, start + begin + first * row_bytes, last - first, row_bytes, cut)
+                width = shape[1:] if columns is None else [columns[1] - columns[0]]
+                yield first, data.view(_NUMPY[dtype]).reshape(last - first, *width), cast("Dtype", dtype)
         finally:
             os.close(descriptor)
 
@@ -82,15 +92,25 @@ class BaseFiles:
         return known
 
 
-def _pread(descriptor: int, offset: int, size: int) -> NDArray[np.uint8]:
-    buffer = np.empty(size, dtype=np.uint8)
-    view, done = buffer.data, 0
-    while done < size:
+def _pread_rows(descriptor: int, offset: int, rows: int, row_bytes: int, cut: Range) -> NDArray[np.uint8]:
+    """The bytes `cut` of each of `rows` rows that begin at `offset`."""
+    width = cut[1] - cut[0]
+    buffer = np.empty(rows * width, dtype=np.uint8)
+    if width == row_bytes:
+        _pread(descriptor, buffer.data, offset)
+        return buffer
+    for row in range(rows):
+        _pread(descriptor, buffer.data[row * width : (row + 1) * width], offset + row * row_bytes + cut[0])
+    return buffer
+
+
+def _pread(descriptor: int, view: memoryview, offset: int) -> None:
+    done = 0
+    while done < len(view):
         count = os.preadv(descriptor, [view[done:]], offset + done)
         if count == 0:
             raise OSError("the file was cut")
         done += count
-    return buffer
 
 
 def unreadable(name: str, problem: str) -> AdapterError:

@@ -1,4 +1,4 @@
-"""All that is checked of an adapter before ranks read it, as one call: the front's part of a load, and the first half of `mstar adapters check`.
+"""All that is checked of an adapter before ranks read it: the front's part of a load, and the first half of `mstar adapters check`.
 
     resolve_path ─► inspect_adapter (config, headers, files beside) ─► added tokens ─► digest
 

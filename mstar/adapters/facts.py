@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from mstar.adapters.base import PROJECTIONS
+from mstar.types import PROJECTIONS
 
 ModuleKey = tuple[int, str]  # (layer index, path below the layer such as `self_attn.q_proj`); (0, `lm_head`), (0, `embed_tokens`)
 Dtype = Literal["F32", "F16", "BF16"]

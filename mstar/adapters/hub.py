@@ -8,6 +8,7 @@ Blocks for as long as the network takes: the front calls it in a thread.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
 from collections.abc import Sequence
@@ -65,10 +66,8 @@ def fetch(hub_id: HubId) -> Snapshot:
 
     where: dict[str, Any] = {"repo_id": hub_id.repo, "revision": hub_id.revision, "allow_patterns": list(ADAPTER_FILES)}
     try:
-        try:
+        with contextlib.suppress(DryRunError):  # no answer that helps: the call below finds it in the cache, or says why not
             _check_listing(hub_id, snapshot_download(**where, dry_run=True, tqdm_class=_silent()))
-        except DryRunError:
-            pass  # the hub cannot be reached, or does not show the repository: the call below finds it in the cache or says why
         folder = Path(snapshot_download(**where, tqdm_class=_silent()))
     except AdapterError:
         raise
@@ -122,9 +121,9 @@ def _reason(error: BaseException) -> str:
 
 def _silent() -> type[Any]:
     """A progress bar that shows nothing: this may be a server's log."""
-    from tqdm import tqdm
+    from tqdm import tqdm  # type: ignore[import-untyped]
 
-    class Silent(tqdm):  # type: ignore[type-arg, misc, unused-ignore]
+    class Silent(tqdm):  # type: ignore[misc]
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **{**kwargs, "disable": True})
 

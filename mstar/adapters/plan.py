@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import cast
 
-from mstar.adapters.base import EMBEDDING, FUSED, HEAD, BaseShapes
+from mstar.adapters.base import FUSED, BaseShapes
 from mstar.adapters.catalogue import refuse, shown
 from mstar.adapters.config import AdapterConfig, parse_config
 from mstar.adapters.facts import AdapterFacts, AdapterLimits, BaseCopyFacts, Dtype, ModuleFacts, ModuleKey
@@ -18,6 +18,7 @@ from mstar.adapters.files import AdapterFolder
 from mstar.adapters.keys import LORA_KINDS, Kind, ParsedKey, parse_key
 from mstar.adapters.patterns import PatternTable
 from mstar.adapters.safetensors_header import Header, TensorEntry, read_header
+from mstar.types import EMBEDDING, HEAD
 
 SERVED_DTYPES = ("F32", "F16", "BF16")
 MAX_NAMED = 3

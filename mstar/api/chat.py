@@ -23,7 +23,7 @@ from mstar.api.seeds import derive_seed
 from mstar.api.services import Services, response_head, usage
 from mstar.api.text import TextProcessor
 from mstar.api.unsupported import check_unsupported
-from mstar.conductor.types import Generation
+from mstar.conductor.types import Generation, Rendered
 from mstar.errors import RequestError
 
 
@@ -35,16 +35,17 @@ def chat_router(services: Services) -> APIRouter:
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         """Answer a conversation."""
         check_unsupported(body.model_extra)
-        services.resolve(body.model)
+        served = await services.find(body.model)
         prompt = await encode_chat(
             services.text,
             body.messages,
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,
             template_kwargs=body.chat_template_kwargs,
+            chat_template=served.chat_template,
             add_special_tokens=body.add_special_tokens,
         )
-        chat = _Chat(services, body, prompt)
+        chat = _Chat(services, body, prompt, served.chat_template)
         return EventStream(chat.events()) if body.stream else await answer(request, chat.whole())
 
     return router
@@ -57,9 +58,13 @@ async def encode_chat(
     add_generation_prompt: bool | None,
     continue_final_message: bool | None,
     template_kwargs: dict[str, Any] | None,
+    chat_template: str | None,
     add_special_tokens: bool | None,
 ) -> tuple[int, ...]:
-    """The messages as a prompt. The template writes the special tokens, so none are added unless asked for. Raises RequestError."""
+    """The messages as a prompt; `chat_template` is an adapter's own, if it has one.
+
+    The template writes the special tokens, so none are added unless asked for. Raises RequestError.
+    """
     if continue_final_message and add_generation_prompt:
         raise RequestError(
             "'continue_final_message' and 'add_generation_prompt' exclude each other.", code="invalid_value", param="continue_final_message"
@@ -69,6 +74,7 @@ async def encode_chat(
         add_generation_prompt=add_generation_prompt is not False and not continue_final_message,
         continue_final_message=bool(continue_final_message),
         template_kwargs=template_kwargs,
+        chat_template=chat_template,
     )
     prompt = await text.encode_async(rendered, add_special_tokens=bool(add_special_tokens), param="messages")
     if not prompt:
@@ -79,13 +85,13 @@ async def encode_chat(
 class _Chat:
     """One request on its way: its choices and how they are shown."""
 
-    def __init__(self, services: Services, body: ChatRequest, prompt: tuple[int, ...]) -> None:
+    def __init__(self, services: Services, body: ChatRequest, prompt: tuple[int, ...], chat_template: str | None) -> None:
         limits = services.limits()
         check_fields(body, limits)
         asked = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
         if asked == 0:
             raise RequestError("Invalid 'max_tokens': at least 1 is needed.", code="invalid_value", param="max_tokens")
-        self._services, self._body, self._prompt = services, body, prompt
+        self._services, self._body, self._prompt, self._chat_template = services, body, prompt, chat_template
         self._n = body.n or 1
         self._logprobs = chat_logprobs(body, limits)
         self._format = LogprobFormat(services.text, as_token_ids=bool(body.return_tokens_as_token_ids))
@@ -107,7 +113,7 @@ class _Chat:
             stop_token_ids=sampling.stop_token_ids,
             min_tokens=sampling.min_tokens,
         )
-        return Job(Generation(body.model, self._prompt, sampling), choice)
+        return Job(Generation(body.model, self._prompt, sampling, Rendered(self._chat_template)), choice)
 
     async def whole(self) -> dict[str, Any]:
         """The answer without streaming."""

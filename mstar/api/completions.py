@@ -34,7 +34,7 @@ def completions_router(services: Services) -> APIRouter:
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Continue one or more prompts."""
         _check(body)
-        services.resolve(body.model)
+        await services.find(body.model)
         prompts = await encode_prompts(
             body.prompt,
             services.text,

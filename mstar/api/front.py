@@ -24,7 +24,9 @@ from mstar.conductor.conductor import Conductor
 from mstar.conductor.metrics import Metrics
 from mstar.conductor.registry_file import RegistryFile
 from mstar.errors import ConfigError
-from mstar.launch import FrontLaunch, read_front_launch
+from mstar.launch import FrontLaunch, Heartbeat, read_front_launch
+
+BEAT_S = 0.2
 
 log = logging.getLogger(__name__)
 
@@ -44,12 +46,15 @@ def main() -> int:
 
 
 async def _serve(launch: FrontLaunch) -> None:
+    beating = asyncio.create_task(_beat())
     config = launch.config
     metrics = Metrics(config.base_name)
-    conductor = Conductor(config, launch.front_endpoint, metrics, RegistryFile(Path(launch.registry_path), launch.run))
+    registry_file = RegistryFile(Path(launch.registry_path), launch.run)
+    conductor = Conductor(config, launch.front_endpoint, metrics, registry_file, secret=launch.secret)
     text = await asyncio.to_thread(
         TextProcessor.load, config.tokenizer or config.model, config.chat_template, vocab_size=conductor.vocab_size
     )
+    conductor.use_tokens(text.token_id)
     await conductor.start()
     app = create_app(conductor, text, config, metrics)
     stop, now = asyncio.Event(), asyncio.Event()
@@ -67,6 +72,14 @@ async def _serve(launch: FrontLaunch) -> None:
             task.cancel()
         await asyncio.gather(announcing, serving, ending, return_exceptions=True)
         await conductor.stop_ranks()
+        beating.cancel()
+
+
+async def _beat() -> None:
+    heartbeat = Heartbeat()
+    while True:
+        heartbeat.beat()
+        await asyncio.sleep(BEAT_S)
 
 
 def _on_sigterm(conductor: Conductor, stop: asyncio.Event, now: asyncio.Event, timeout_s: float) -> None:
@@ -99,8 +112,8 @@ async def _announce(conductor: Conductor, launch: FrontLaunch, sock: socket.sock
         if time.monotonic() - shown > 2.0 and not conductor.ready.is_set():
             shown, every_s = time.monotonic(), 2.0
             log.info("%s", conductor.not_ready_reason())
-    names = [model.id for model in conductor.served_models()]
-    some = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+    models, more = conductor.served_models(limit=8)
+    some = ", ".join(model.id for model in models) + (" and more" if more else "")
     log.info("ready after %.1f s on http://%s:%d, serving %s", time.time() - launch.started_at, host, port, some)
 
 

@@ -27,7 +27,8 @@ def models_router(services: Services) -> APIRouter:
     @router.get("/v1/models")
     async def models(limit: Annotated[int | None, Query(ge=1, le=MAX_PAGE)] = None, after: str | None = None) -> Response:
         """The served models: all, or a page of `limit` behind the id `after`."""
-        return JsonResponse(model_page(conductor.served_models(), limit, after))
+        served, more = conductor.served_models(after, limit)
+        return JsonResponse(model_page(served, has_more=more))
 
     @router.get("/v1/models/{model_id:path}")
     async def model(model_id: str, request: Request) -> Response:
@@ -53,21 +54,15 @@ def models_router(services: Services) -> APIRouter:
     return router
 
 
-def model_page(served: list[ServedModel], limit: int | None, after: str | None) -> dict[str, Any]:
-    """OpenAI's list object. `served` is the base, then adapters by name."""
-    rest = served if after is None else [model for model in served if model.parent is not None and _is_behind(model, after, served)]
-    page = rest if limit is None else rest[:limit]
+def model_page(page: list[ServedModel], *, has_more: bool) -> dict[str, Any]:
+    """OpenAI's list object."""
     return {
         "object": "list",
         "data": [model_card(model) for model in page],
         "first_id": page[0].id if page else None,
         "last_id": page[-1].id if page else None,
-        "has_more": len(page) < len(rest),
+        "has_more": has_more,
     }
-
-
-def _is_behind(model: ServedModel, after: str, served: list[ServedModel]) -> bool:
-    return after == served[0].id or model.id > after
 
 
 def model_card(model: ServedModel) -> dict[str, Any]:

@@ -31,10 +31,10 @@ class Services:
     metrics: Metrics
     seeds: SeedSource
 
-    def resolve(self, model: str) -> ServedModel:
-        """The model that a generation request names. An unknown one is counted and raises ModelNotFound."""
+    async def find(self, model: str) -> ServedModel:
+        """The model that a request names, loaded if need be. An unknown one is counted and raises ModelNotFound."""
         try:
-            return self.conductor.resolve(model)
+            return await self.conductor.find(model)
         except ModelNotFound:
             self.metrics.unknown_model()
             raise

@@ -133,6 +133,11 @@ class TextProcessor:
         backend = self._backend
         return Detokenizer(lambda ids: str(backend.decode(ids, skip_special_tokens=skip_special_tokens)), prompt)
 
+    def token_id(self, token: str) -> int | None:
+        """The id of a token of the vocabulary; None where there is none."""
+        found: int | None = self._backend.token_to_id(token)
+        return found
+
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that one token stands for: also where they are only a part of a character."""
         piece: str | None = self._backend.id_to_token(token_id)

@@ -24,15 +24,14 @@ def tokenize_router(services: Services) -> APIRouter:
     @router.post("/tokenize")
     async def tokenize(body: TokenizeRequest) -> Response:
         """The token ids of a text, or of a chat as the template renders it."""
-        if body.model is not None:
-            services.resolve(body.model)
-        tokens = await _encode(body)
+        served = await services.find(body.model) if body.model is not None else None
+        tokens = await _encode(body, served.chat_template if served is not None else None)
         out: dict[str, Any] = {"count": len(tokens), "max_model_len": services.conductor.max_model_len(), "tokens": tokens}
         if body.return_token_strs:
             out["token_strs"] = [services.text.token_piece(token) for token in tokens]
         return JsonResponse(out)
 
-    async def _encode(body: TokenizeRequest) -> tuple[int, ...]:
+    async def _encode(body: TokenizeRequest, chat_template: str | None) -> tuple[int, ...]:
         if (body.prompt is None) == (body.messages is None):
             raise RequestError("Give either 'prompt' or 'messages'.", code="invalid_value", param="prompt")
         if body.messages is None:
@@ -43,6 +42,7 @@ def tokenize_router(services: Services) -> APIRouter:
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,
             template_kwargs=body.chat_template_kwargs,
+            chat_template=chat_template,
             add_special_tokens=body.add_special_tokens,
         )
 
@@ -50,7 +50,7 @@ def tokenize_router(services: Services) -> APIRouter:
     async def detokenize(body: DetokenizeRequest) -> Response:
         """The text of token ids."""
         if body.model is not None:
-            services.resolve(body.model)
+            await services.find(body.model)
         check_token_ids(body.tokens, services.text.vocab_size, param="tokens")
         return JsonResponse({"prompt": services.text.decode(body.tokens)})
 

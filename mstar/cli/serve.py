@@ -27,8 +27,17 @@ _PANELS: dict[str, tuple[str, ...]] = {
         *("enable_prefix_caching", "max_waiting_requests", "max_passes"),
     ),
     "LoRA adapters": (
-        *("enable_lora", "lora_modules", "max_loras", "max_lora_rank", "max_cpu_loras", "max_registered_loras", "lora_root"),
-        *("registry_file", "enable_runtime_lora"),
+        *(
+            "enable_lora",
+            "lora_modules",
+            "max_loras",
+            "max_lora_rank",
+            "lora_target_modules",
+            "max_cpu_loras",
+            "max_registered_loras",
+            "lora_root",
+        ),
+        *("lora_dir", "enable_hub_adapters", "registry_file", "enable_runtime_lora"),
     ),
     "HTTP": ("host", "port", "api_key", "admin_key", "max_body_bytes", "max_logprobs", "log_level"),
     "Timeouts": (
@@ -41,7 +50,11 @@ _ALIASES: dict[str, tuple[str, ...]] = {
     "tensor_parallel_size": ("-tp",),
     "lora_modules": ("--lora-paths",),
 }
-_METAVARS = {"lora_modules": "NAME=PATH|JSON", "lora_root": "DIR", "lora_dir": "DIR", "model": "DIR", "tokenizer": "DIR", "chat_template": "FILE"}
+_METAVARS = {
+    **dict.fromkeys(("lora_root", "lora_dir", "model", "tokenizer"), "DIR"),
+    "lora_modules": "NAME=PATH|JSON",
+    "chat_template": "FILE",
+}
 _ENVIRONMENT = {"api_key": "MSTAR_API_KEY", "admin_key": "MSTAR_ADMIN_KEY"}  # secrets that `ps` need not show
 _MODULE_FLAGS = ("--lora-modules", "--lora-paths")
 
@@ -146,5 +159,7 @@ def _help(field: FieldInfo) -> str:
         return f"{text} [required]".replace("[", r"\[")
     if default is None or default == ():
         return escape(text)
+    if isinstance(default, tuple):
+        default = ",".join(default)
     shown = {True: "on", False: "off"}.get(default, default) if isinstance(default, bool) else default
     return rf"{escape(text)} [dim]\[default: {shown}][/dim]"

@@ -15,7 +15,9 @@ import uuid
 from dataclasses import replace
 from typing import Any
 
+from mstar.adapters.examine import TokenId
 from mstar.conductor.gate import HostTierGate
+from mstar.conductor.lazy import LazyFolder
 from mstar.conductor.lifecycle import AdapterLifecycle
 from mstar.conductor.links import RankLinks
 from mstar.conductor.metrics import Metrics
@@ -26,7 +28,7 @@ from mstar.conductor.streams import LiveRequest, RequestStream
 from mstar.conductor.suspects import Suspects
 from mstar.conductor.types import Chunk, Generation, ServedModel
 from mstar.config import ServeConfig
-from mstar.errors import RequestError
+from mstar.errors import ModelNotFound, RequestError
 from mstar.wire import front_rank
 
 log = logging.getLogger(__name__)
@@ -35,7 +37,9 @@ log = logging.getLogger(__name__)
 class Conductor:
     """One front's conductor. `start` binds nothing new: the links' endpoint is bound on construction."""
 
-    def __init__(self, config: ServeConfig, endpoint: str, metrics: Metrics, registry_file: RegistryFile | None = None) -> None:
+    def __init__(
+        self, config: ServeConfig, endpoint: str, metrics: Metrics, registry_file: RegistryFile | None = None, secret: str = ""
+    ) -> None:
         self._config = config
         self._metrics = metrics
         self._front_epoch = uuid.uuid4().hex[:8]
@@ -55,19 +59,27 @@ class Conductor:
             self._front_epoch,
             config.tensor_parallel_size,
             curve_dir=config.curve_dir,
+            secret=secret,
             on_up=self._up,
             on_down=self._down,
             on_message=self._heard,
+            on_dropped=metrics.dropped_frames.inc,
         )
-        self._lifecycle = AdapterLifecycle(config, self._registry, self._links, metrics, self._front_epoch)
+        self._lifecycle = AdapterLifecycle(config, self._registry, self._links, metrics, self._front_epoch, self._unopened)
+        self._lazy = LazyFolder(config.lora_dir, self._lifecycle.load_absent) if config.lora_dir is not None else None
         self._board = StatusBoard(self._registry, self._links, metrics, config.tensor_parallel_size, config.max_loras)
         self.ready = asyncio.Event()
 
     # life
 
+    def use_tokens(self, token_id: TokenId) -> None:
+        """Before `start`: the served tokenizer's id of a token, which adapters' tokenizers must agree with."""
+        self._lifecycle.use_tokens(token_id)
+
     async def start(self) -> None:
         """Check the configured adapters, then listen for the ranks. Raises ConfigError for an adapter that cannot be served."""
         same_run = self._restore()
+        self._lifecycle.restored()
         for module in self._config.lora_modules:
             if not (same_run and self._registry.get(module.name) is not None):
                 await self._lifecycle.configure(module)
@@ -116,6 +128,10 @@ class Conductor:
         The name is resolved and the request counted in one step: an unload that comes later lets it run to its end.
         """
         adapter = self._registry.resolve(generation.model)
+        if generation.rendered is not None and generation.rendered.chat_template != (adapter.chat_template if adapter else None):
+            raise RequestError(
+                f"{generation.model!r} was replaced while this chat was read; send it again", code="adapter_replaced", status=409
+            )
         self._refuse_unready()
         self._refuse_unfit(generation)
         self._num_accepted += 1
@@ -127,7 +143,7 @@ class Conductor:
         self._metrics.request_started(label)
         self._metrics.tokens(label, "prompt", len(generation.prompt))
         if self._gate.enter(rid, adapter.generation if adapter is not None else None):
-            self._links.send_all(request.ingest())
+            self._open(request)
         return stream
 
     def _cancel(self, rid: str) -> None:
@@ -144,11 +160,18 @@ class Conductor:
         for rid in self._gate.leave(request.rid):
             self._open(self._requests[rid])
         self._clear(request.rid)
+        self._lifecycle.opened()
 
     def _open(self, request: LiveRequest) -> None:
         """Ingest a request on every rank, unless it waits to be tested alone."""
         if self._suspects.may_run(request.rid):
+            request.is_open = True
             self._links.send_all(request.ingest())
+            self._lifecycle.opened()
+
+    def _unopened(self) -> set[str]:
+        """Generations that requests run on of which no rank has heard yet."""
+        return {request.adapter.generation for request in self._requests.values() if request.adapter is not None and not request.is_open}
 
     def _clear(self, rid: str) -> None:
         """`rid` got on, so it crashes nothing: the next suspect's turn."""
@@ -194,9 +217,23 @@ class Conductor:
         adapter = self._registry.resolve(model)
         return self._base_model() if adapter is None else self._card(adapter)
 
-    def served_models(self) -> list[ServedModel]:
-        """Base first, then adapters by name."""
-        return [self._base_model(), *map(self._card, self._registry.adapters())]
+    async def find(self, model: str) -> ServedModel:
+        """See ConductorApi.find."""
+        try:
+            return self.resolve(model)
+        except ModelNotFound:
+            if self._lazy is None or not (
+                await self._lazy.serve(model) or await self._lazy.serve(model.removeprefix(f"{self._registry.base}:"))
+            ):
+                raise
+            return self.resolve(model)
+
+    def served_models(self, after: str | None = None, limit: int | None = None) -> tuple[list[ServedModel], bool]:
+        """See ConductorApi.served_models."""
+        base = [self._base_model()] if after is None else []
+        behind = None if after == self._registry.base else after
+        adapters, more = self._registry.page(behind, None if limit is None else limit - len(base))
+        return [*base, *map(self._card, adapters)], more
 
     @property
     def vocab_size(self) -> int:
@@ -211,7 +248,7 @@ class Conductor:
         return ServedModel(self._registry.base, self._created, self._config.model, None, self._max_model_len or None)
 
     def _card(self, adapter: Adapter) -> ServedModel:
-        return ServedModel(adapter.name, adapter.created, adapter.root, self._registry.base, None)
+        return ServedModel(adapter.name, adapter.created, adapter.root, self._registry.base, None, adapter.chat_template)
 
     # adapters
 
@@ -238,7 +275,7 @@ class Conductor:
         if self._draining:
             return "the server is stopping"
         if self._links.is_up:
-            return None
+            return self._links.silent()
         count = f"{self._links.num_ready} of {self._config.tensor_parallel_size} ranks are ready"
         return f"the ranks are starting again: {count}" if self._num_starts else f"the ranks are starting: {count}"
 
@@ -268,18 +305,22 @@ class Conductor:
             if request.rid not in waiting:
                 self._open(request)
         for adapter in retired:
-            self._links.send_all(front_rank.Unload(adapter.generation))
+            self._lifecycle.retire(adapter.generation)
         if self._num_starts > 1:
+            self._metrics.restarts.inc()
             log.info("instance up again; %d requests go on", len(self._requests))
         self.ready.set()
 
     def _retired(self) -> list[Adapter]:
         """Generations that live requests run on and no name points to any more."""
         used = {request.adapter.generation: request.adapter for request in self._requests.values() if request.adapter is not None}
-        return [adapter for adapter in used.values() if self._registry.get(adapter.name) != adapter]
+        served = {adapter.generation for adapter in map(self._registry.get, {adapter.name for adapter in used.values()}) if adapter}
+        return [adapter for adapter in used.values() if adapter.generation not in served]
 
     def _down(self, reason: str) -> None:
         self.ready.clear()
+        for request in self._requests.values():
+            request.is_open = False
         self._lifecycle.went_down(reason)
         culprit = self._suspects.crashed(self._requests.keys())
         if culprit is not None:

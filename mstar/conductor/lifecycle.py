@@ -69,7 +69,7 @@ class AdapterLifecycle:
     async def configure(self, module: LoraModule) -> None:
         """Serve a configured adapter from the start; ranks read it when it is first named. Raises ConfigError."""
         try:
-            adapter = await self._prepare(module.name, module.path, pinned=module.pinned)
+            adapter = dataclasses.replace(await self._prepare(module.name, module.path), pinned=module.pinned)
             if module.pinned:
                 self._pins.pin(adapter)  # sent when the ranks are up
         except RequestError as error:
@@ -185,35 +185,34 @@ class AdapterLifecycle:
     # inside
 
     async def _load(self, name: str, path: str, *, load_inplace: bool, pinned: bool) -> None:
-        adapter = await self._prepare(name, path, pinned=pinned)
+        adapter = await self._prepare(name, path)
         served = self._registry.get(name)
-        if served is not None:
-            adapter = dataclasses.replace(adapter, pinned=pinned or served.pinned)
-            if served.digest == adapter.digest and served.chat_template == adapter.chat_template:
-                if pinned:
-                    self._pin(served)
-                return
-            if not load_inplace:
-                what = "weights" if served.digest != adapter.digest else "a chat template"
-                raise AdapterError(
-                    f"lora_name {name!r} is served already with other {what.removeprefix('a ')}; unload it first, or set load_inplace",
-                    code="adapter_already_loaded",
-                    status=409,
-                )
-            if served.digest == adapter.digest:
-                if pinned:
-                    self._pin(served)
-                self._registry.put(dataclasses.replace(adapter, generation=served.generation))
-                return
+        if served is not None and self._is_served(adapter, served, load_inplace=load_inplace):
+            if pinned:
+                self._pin(self._served(name))
+            return
         with self._pins.promised(pinned and not (served is not None and served.pinned)):
             await self._load_on_ranks(adapter)
+        was_pinned = served is not None and self._end_pin(served)
         self._registry.put(adapter)
-        if served is not None:
-            self._end_pin(served)
-        if adapter.pinned:
-            self._send_pin(adapter)
+        if pinned or was_pinned:
+            self._pin(adapter)
         if served is not None:
             self.retire(served.generation)
+
+    def _is_served(self, adapter: Adapter, served: Adapter, *, load_inplace: bool) -> bool:
+        """Whether `served` has the weights of `adapter` already; then only its template may change. Raises AdapterError 409."""
+        same_weights, same_template = served.digest == adapter.digest, served.chat_template == adapter.chat_template
+        if not (same_weights and same_template) and not load_inplace:
+            raise AdapterError(
+                f"lora_name {adapter.name!r} is served already with {'another chat template' if same_weights else 'other weights'}; "
+                "unload it first, or set load_inplace",
+                code="adapter_already_loaded",
+                status=409,
+            )
+        if same_weights and not same_template:
+            self._registry.put(dataclasses.replace(served, chat_template=adapter.chat_template))
+        return same_weights
 
     def _check_enabled(self) -> None:
         if not self._config.enable_lora:
@@ -232,14 +231,11 @@ class AdapterLifecycle:
         return adapter
 
     def _pin(self, adapter: Adapter) -> None:
-        self._send_pin(adapter)
-        if not adapter.pinned:
-            self._registry.put(dataclasses.replace(adapter, pinned=True))
-
-    def _send_pin(self, adapter: Adapter) -> None:
         ingest = self._pins.pin(adapter)
         if ingest is not None:
             self._links.send_all(ingest)
+        if not adapter.pinned:
+            self._registry.put(dataclasses.replace(adapter, pinned=True))
 
     def _end_pin(self, adapter: Adapter) -> bool:
         rid = self._pins.unpin(adapter.generation)
@@ -247,7 +243,7 @@ class AdapterLifecycle:
             self._links.send(0, front_rank.Abort(rid))
         return rid is not None
 
-    async def _prepare(self, name: str, path: str, *, pinned: bool) -> Adapter:
+    async def _prepare(self, name: str, path: str) -> Adapter:
         """Check an adapter as far as the front can: place, config, headers, tokens, digest. Raises AdapterError."""
         found = await self._sources.find(path)
         facts = found.examined.facts
@@ -261,7 +257,6 @@ class AdapterLifecycle:
             found.examined.digest,
             int(time.time()),
             has_something=bool(facts.modules),
-            pinned=pinned,
             chat_template=facts.chat_template,
         )
 

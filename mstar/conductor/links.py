@@ -3,12 +3,15 @@
     rank says RankReady ─► (all ranks of one instance epoch are here) ─► Welcome to each, channels start at 1 ─► up
     another instance epoch says RankReady, or a rank is silent too long ─► down ─► …
 
+A hello counts only with the supervisor's secret, from the identity that its rank and epoch give: no stranger takes a rank's place.
+
 Front process, asyncio loop. Decides nothing about requests: it tells the conductor `up`, `down` and each message.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hmac
 import logging
 import time
 from collections.abc import Callable, Iterable
@@ -17,10 +20,20 @@ import zmq
 
 from mstar.errors import ConfigError, ProtocolError
 from mstar.wire import front_rank
-from mstar.wire.channel import MAX_FRAME_BYTES, HelloReader, Receiver, Sender, seal_hello
+from mstar.wire.channel import (
+    MAX_FRAME_BYTES,
+    MAX_QUEUED_RECEIVED,
+    MAX_QUEUED_TO_SEND,
+    MAX_READ_AT_ONCE,
+    HelloReader,
+    Receiver,
+    Sender,
+    seal_hello,
+)
 from mstar.wire.security import allow_ranks_only, curve_for
 
 BEAT_S = 0.2
+SILENT_S = 5.0  # a rank that has not been heard for so long is reported
 
 log = logging.getLogger(__name__)
 
@@ -35,22 +48,27 @@ class RankLinks:
         tp_size: int,
         *,
         curve_dir: str | None = None,
+        secret: str = "",
         on_up: Callable[[tuple[front_rank.RankReady, ...]], None],
         on_down: Callable[[str], None],
         on_message: Callable[[int, front_rank.ToFront], None],
+        on_dropped: Callable[[], None] = lambda: None,
     ) -> None:
         self._front_epoch = front_epoch
+        self._secret = secret
         self._tp_size = tp_size
         self._on_up = on_up
         self._on_down = on_down
         self._on_message = on_message
+        self._on_dropped = on_dropped
         self._context = zmq.Context()
         self._socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
         self._socket.setsockopt(zmq.LINGER, 500)
-        self._socket.set_hwm(100_000)
+        self._socket.setsockopt(zmq.SNDHWM, MAX_QUEUED_TO_SEND)
+        self._socket.setsockopt(zmq.RCVHWM, MAX_QUEUED_RECEIVED)
         curve = curve_for(endpoint, curve_dir)
         self._stop_authenticator: Callable[[], None] = lambda: None
         if curve is not None:
@@ -63,13 +81,13 @@ class RankLinks:
         self._hello: HelloReader[front_rank.Hello] = HelloReader(front_rank.Hello)
         self._ready: dict[int, front_rank.RankReady] = {}
         self._instance_epoch = ""
+        self._rank_of: dict[bytes, int] = {}  # identities of the present instance's ranks
         self._senders: dict[int, Sender] = {}
         self._receivers: dict[int, Receiver[front_rank.ToFront]] = {}
         self._heard: dict[int, float] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._beating: asyncio.Task[None] | None = None
         self._check_scheduled = False
-        self.num_dropped = 0
 
     @property
     def is_up(self) -> bool:
@@ -80,6 +98,12 @@ class RankLinks:
     def num_ready(self) -> int:
         """Ranks of the present instance that said ready."""
         return len(self._ready)
+
+    def silent(self) -> str | None:
+        """Which ranks have not been heard for a while, in words; None where all were."""
+        now = time.monotonic()
+        gone = {tp_rank: now - self._heard[tp_rank] for tp_rank in self._senders if now - self._heard[tp_rank] > SILENT_S}
+        return ", ".join(f"rank {tp_rank} has been silent for {seconds:.0f} s" for tp_rank, seconds in sorted(gone.items())) or None
 
     def start(self) -> None:
         """Begin to listen."""
@@ -112,35 +136,39 @@ class RankLinks:
 
     def _put(self, tp_rank: int, frame: bytes) -> None:
         try:
-            self._socket.send_multipart([f"rank-{tp_rank}".encode(), frame], zmq.NOBLOCK)
+            identity = front_rank.rank_identity(tp_rank, self._instance_epoch)
+            self._socket.send_multipart([identity, frame], zmq.NOBLOCK)
         except zmq.ZMQError as error:
             self._down(f"rank {tp_rank} is not reachable: {error}")
+        self._look_again()  # the socket's file descriptor is edge-triggered, and a send may have taken the edge
+
+    def _look_again(self) -> None:
         if self._loop is not None and not self._check_scheduled:
-            # the socket's file descriptor is edge-triggered, and a send may have taken the edge
             self._check_scheduled = True
             self._loop.call_soon(self._readable)
 
     def _readable(self) -> None:
         self._check_scheduled = False
-        while True:
+        for _ in range(MAX_READ_AT_ONCE):
             try:
                 parts = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
             self._take(parts)
+        self._look_again()
 
     def _take(self, parts: list[bytes]) -> None:
         if len(parts) != 2:
-            self.num_dropped += 1
+            self._on_dropped()
             return
         hello = self._hello.open(parts[1])
         if hello is not None:
-            self._take_ready(*hello)
+            self._take_ready(parts[0], *hello)
             return
-        tp_rank = self._rank_of(parts[0])
+        tp_rank = self._rank_of.get(parts[0])
         receiver = self._receivers.get(tp_rank) if tp_rank is not None else None
         if receiver is None or tp_rank is None:
-            self.num_dropped += 1
+            self._on_dropped()
             return
         dropped = receiver.num_dropped
         try:
@@ -149,20 +177,29 @@ class RankLinks:
             self._down(str(error))
             return
         if receiver.num_dropped > dropped:
-            self.num_dropped += 1
+            self._on_dropped()
             return
         self._heard[tp_rank] = time.monotonic()
         if message is not None:
             self._on_message(tp_rank, message)
 
-    def _take_ready(self, epoch: str, message: front_rank.Hello) -> None:
-        if not isinstance(message, front_rank.RankReady) or message.tp_size != self._tp_size or not 0 <= message.tp_rank < self._tp_size:
-            self.num_dropped += 1
+    def _is_ours(self, identity: bytes, epoch: str, message: front_rank.RankReady) -> bool:
+        return (
+            message.tp_size == self._tp_size
+            and 0 <= message.tp_rank < self._tp_size
+            and identity == front_rank.rank_identity(message.tp_rank, epoch)
+            and hmac.compare_digest(message.secret.encode(), self._secret.encode())
+        )
+
+    def _take_ready(self, identity: bytes, epoch: str, message: front_rank.Hello) -> None:
+        if not isinstance(message, front_rank.RankReady) or not self._is_ours(identity, epoch, message):
+            self._on_dropped()
             return
         if epoch != self._instance_epoch:
             self._down("the ranks started anew")
             self._ready.clear()
             self._instance_epoch = epoch
+            self._rank_of = {front_rank.rank_identity(tp_rank, epoch): tp_rank for tp_rank in range(self._tp_size)}
         self._ready[message.tp_rank] = message
         if self.is_up:
             self._welcome([message.tp_rank])
@@ -171,6 +208,7 @@ class RankLinks:
             for tp_rank in range(self._tp_size):
                 self._senders[tp_rank] = Sender(channel)
                 self._receivers[tp_rank] = Receiver(channel, front_rank.ToFront, f"rank {tp_rank}")
+                self._heard[tp_rank] = time.monotonic()
             self._welcome(range(self._tp_size))
             if len(self._senders) == self._tp_size:  # a welcome that could not be sent took the channels down again
                 self._on_up(tuple(self._ready[tp_rank] for tp_rank in range(self._tp_size)))
@@ -194,8 +232,3 @@ class RankLinks:
         if was_up:
             log.warning("instance down: %s", reason)
             self._on_down(reason)
-
-    @staticmethod
-    def _rank_of(identity: bytes) -> int | None:
-        name, _, number = identity.partition(b"-")
-        return int(number) if name == b"rank" and number.isdigit() else None

@@ -40,6 +40,7 @@ class AdapterSources:
         self._base = base
         self._roots = tuple(Path(root) for root in config.adapter_roots)
         self._max_lora_rank = config.max_lora_rank
+        self._target_modules = config.lora_target_modules
         self._from_hub = config.enable_hub_adapters
         self._fetching = asyncio.Semaphore(FETCHES_AT_ONCE)
         self.token_id: TokenId | None = None
@@ -62,7 +63,7 @@ class AdapterSources:
             return hub_id
 
     def _examine(self, folder: Path, roots: tuple[Path, ...]) -> Found:
-        limits = AdapterLimits(max_lora_rank=self._max_lora_rank, roots=roots)
+        limits = AdapterLimits(self._max_lora_rank, roots, self._target_modules)
         return Found(folder, examine(folder, self._base, limits, self.token_id))
 
     async def _fetch(self, hub_id: HubId) -> Snapshot:

@@ -60,6 +60,7 @@ class LiveRequest:
     accepted_at: float = field(default_factory=time.monotonic)
     output: list[int] = field(default_factory=list)
     last_token_at: float | None = None
+    is_open: bool = False  # ranks of the present instance were told of it
 
     @property
     def label(self) -> str | None:

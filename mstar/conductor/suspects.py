@@ -6,6 +6,8 @@ the instance crashes again is the culprit and ends. All others go on.
 
     crash 1: {a, b, c}     crash 2: {a, b, d}, no token of a, b between     common: {a, b}
     test a alone (with everybody who is no suspect) ─► token: cleared ─► test b ─► crash: b is the culprit
+
+So nobody ends for fewer than three crashes: two may be somebody's kill -9.
 """
 
 from __future__ import annotations
@@ -34,9 +36,6 @@ class Suspects:
             self._suspected -= {culprit}
             return culprit
         common = self._suspected & inside
-        if len(common) == 1 and len(inside) == 1:
-            self._suspected = frozenset()
-            return next(iter(common))  # alone in both: no test is needed
         if common:
             self._queue = sorted(common)
         self._suspected = inside

@@ -23,6 +23,14 @@ class ServedModel:
     root: str  # the folder, as configured or as given to the load
     parent: str | None
     max_model_len: int | None  # tokens; the base only
+    chat_template: str | None = None  # an adapter's own, where its folder has one
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """The prompt was made by a chat template: an adapter's own, or (None) the base's."""
+
+    chat_template: str | None
 
 
 @dataclass(frozen=True)
@@ -32,6 +40,7 @@ class Generation:
     model: str  # the client's `model` field, as sent
     prompt: tuple[int, ...]  # token ids, at least one
     sampling: SamplingParams
+    rendered: Rendered | None = None  # of a chat
 
 
 @dataclass(frozen=True)
@@ -72,8 +81,12 @@ class ConductorApi(Protocol):
         """The served name that a `model` field addresses: whole-string match first, then `<base>:<adapter>`. Raises ModelNotFound."""
         ...
 
-    def served_models(self) -> list[ServedModel]:
-        """Base first, then adapters by name."""
+    async def find(self, model: str) -> ServedModel:
+        """As `resolve`; an adapter of `lora_dir` that is not served yet is loaded first. Raises what its load refuses, too."""
+        ...
+
+    def served_models(self, after: str | None = None, limit: int | None = None) -> tuple[list[ServedModel], bool]:
+        """Base first, then adapters by name: at most `limit` behind the id `after`, and whether more follow."""
         ...
 
     async def load_adapter(self, name: str, path: str, *, load_inplace: bool = False, pinned: bool = False) -> None:

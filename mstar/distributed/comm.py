@@ -81,6 +81,15 @@ class CommGroup:
         """The elementwise maximum over the ranks of `values` (same length everywhere), within the agreement's bound."""
         return self._agree(values, dist.ReduceOp.MAX)
 
+    def agree_sum(self, values: Tensor) -> Tensor:
+        """Sum `values` (on the host, same shape everywhere) over the ranks in place and return it, within the agreement's bound."""
+        if self.tp_size > 1:
+            try:
+                dist.all_reduce(values, group=self._agreement_group)
+            except RuntimeError as error:
+                raise self._failed("sum in an admit", error) from error
+        return values
+
     def all_reduce_min(self, value: int) -> int:
         """The minimum over the ranks of `value`, within the agreement's bound."""
         return self._agree([value], dist.ReduceOp.MIN)[0]

@@ -14,7 +14,7 @@ So a waiting request is delayed by at most `max_passes` later ones, and then by 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -44,6 +44,7 @@ class Waiting:
     rid: str = field(compare=False)
     uses_slot: bool = field(compare=False)
     passes: int = field(default=0, compare=False)
+    waits_for: str = field(default="", compare=False)
 
 
 class AdmissionQueue:
@@ -75,28 +76,42 @@ class AdmissionQueue:
         """Take a request out (it ended); no-op where it is not here."""
         entry = self._by_rid.pop(rid, None)
         if entry is not None:
-            self._entries.remove(entry)
+            del self._entries[bisect.bisect_left(self._entries, entry)]
+
+    def waits(self) -> dict[str, str]:
+        """What each request was last found to wait for: a verdict's word, or `turn` where an earlier one may not be passed any more."""
+        return {entry.rid: entry.waits_for for entry in self._entries if entry.waits_for}
 
     def admit(self, attempt: Callable[[str], Verdict]) -> list[str]:
         """Try the waiting requests in order; returns those admitted."""
         admitted: list[str] = []
         waiting_slot: list[Waiting] = []
         waiting_pages: list[Waiting] = []
+        slot_closed = pages_closed = False
         for entry in list(self._entries):
-            passed = waiting_pages + (waiting_slot if entry.uses_slot else [])
-            if any(earlier.passes >= self._max_passes for earlier in passed):
+            if pages_closed or (slot_closed and entry.uses_slot):
+                entry.waits_for = "turn"
                 continue
             verdict = attempt(entry.rid)
+            entry.waits_for = verdict.value
             if verdict is Verdict.FULL:
                 break
             if verdict is Verdict.ADMITTED:
-                for earlier in passed:
+                for earlier in (*waiting_pages, *waiting_slot) if entry.uses_slot else waiting_pages:
                     earlier.passes += 1
                     self.longest_pass_over = max(self.longest_pass_over, earlier.passes)
                 self.remove(entry.rid)
                 admitted.append(entry.rid)
+                slot_closed = slot_closed or self._is_closed(waiting_slot)
+                pages_closed = pages_closed or self._is_closed(waiting_pages)
             elif verdict is Verdict.WAITS_SLOT:
                 waiting_slot.append(entry)
+                slot_closed = slot_closed or self._is_closed([entry])
             elif verdict is Verdict.WAITS_PAGES:
                 waiting_pages.append(entry)
+                pages_closed = pages_closed or self._is_closed([entry])
         return admitted
+
+    def _is_closed(self, waiting: Sequence[Waiting]) -> bool:
+        """Whether one of them was passed as often as it may be."""
+        return any(entry.passes >= self._max_passes for entry in waiting)

@@ -209,9 +209,20 @@ class Runner:
         view = ctx.views.get(resource.name)
         if view is None:
             rows = ctx.step.rows
-            view = LoraStep(tuple(row.rid for row in rows), tuple(row.num_tokens for row in rows))
+            view = LoraStep(
+                tuple(row.rid for row in rows), tuple(row.num_tokens for row in rows), tuple(self._num_logits(row) for row in rows)
+            )
             ctx.views[resource.name] = view
         return view
+
+    def _num_logits(self, row: Row) -> int:
+        """How many of the row's positions give logits, from its end: all where its prompt is scored, one where it samples."""
+        request = self._requests.get(row.rid)
+        if request is None or not row.num_tokens:
+            return 0
+        if _scores(request, row):
+            return row.num_tokens
+        return int(row.start + row.num_tokens == request.num_tokens)
 
     def _forward_input(self, ctx: StepContext) -> ForwardInput:
         tokens: list[int] = []
@@ -220,13 +231,11 @@ class Runner:
         for row in ctx.live_rows():
             request = self._requests[row.rid]
             end = row.start + row.num_tokens
-            samples = end == request.num_tokens
-            scores = request.sampling.prompt_logprobs is not None and not request.output and row.start < len(request.prompt)
-            if scores and row.start == 0:
+            if row.start == 0 and _scores(request, row):
                 request.prompt_logprobs.clear()  # recomputed after a preemption
-            if scores or samples:
-                count = row.num_tokens if scores else 1
-                jobs.append(SampleJob(request, row, len(tokens) + row.num_tokens - count, count, samples))
+            count = self._num_logits(row)
+            if count:
+                jobs.append(SampleJob(request, row, len(tokens) + row.num_tokens - count, count, end == request.num_tokens))
             tokens.extend(request.tokens(row.start, row.num_tokens))
             positions.extend(range(row.start, end))
         return ForwardInput(tokens, positions, jobs, ctx.plan_results)
@@ -257,3 +266,8 @@ class Runner:
         self.stats.longest_admit_s = max(self.stats.longest_admit_s, outcome.admit_s)
         self.stats.busy_s += outcome.step_s
         self.stats.last = outcome
+
+
+def _scores(request: RequestState, row: Row) -> bool:
+    """Whether the row's positions are scored: its client wants the prompt's logprobs."""
+    return request.sampling.prompt_logprobs is not None and not request.output and row.start < len(request.prompt)

@@ -168,15 +168,17 @@ class Scheduler:
     def _reserve(self, rid: str, *, num_tokens: int) -> tuple[Verdict, bool]:
         """All resources or none. The second value: the row goes in without tokens, and its admit fails it on every rank."""
         asking: list[Resource] = []
+        fails = False
         for resource in self._resources:
-            if resource is self._kv and not num_tokens:
+            if resource is self._kv and (fails or not num_tokens):
                 continue
             outcome = resource.ask(rid, NODE, WALK)
             if outcome is None:
                 continue
             if outcome.error is not None:
-                return Verdict.ADMITTED, True
-            asking.append(resource)
+                fails = True  # in one node's pool; its admit in an earlier node's takes a slot all the same
+            else:
+                asking.append(resource)
         reserved: list[Resource] = []
         for resource in asking:
             if resource.reserve(rid, NODE, WALK) is None:
@@ -184,4 +186,4 @@ class Scheduler:
                     earlier.cancel(rid)
                 return Verdict.waits(resource.waits_for(rid)), False
             reserved.append(resource)
-        return Verdict.ADMITTED, False
+        return Verdict.ADMITTED, fails

@@ -2,10 +2,10 @@
 
 Owned by the rank's step thread. Attention and the LoRA deltas come in through their seams; nothing here knows requests.
 
-    tokens [T] -> embedding (vocabulary cut, sum) -> x [T, hidden], whole on every rank
+    tokens [T] -> embedding (vocabulary cut, delta, sum) -> x [T, hidden], whole on every rank
       per layer   x += o_proj(attention(rotate(qkv_proj(norm(x)))))         qkv fused, heads cut; one all-reduce
                   x += down_proj(silu(gate) * up of gate_up_proj(norm(x)))  gate and up fused, cut; one all-reduce
-    rows that need logits -> norm -> lm_head (vocabulary cut, gathered) -> [L, vocab] float32, the same bits on every rank
+    rows that need logits -> norm -> lm_head (vocabulary cut, delta, gathered) -> [L, vocab] float32, the same bits on every rank
 
 Roundings follow transformers step by step (norms in float32, cast, then scaled; cos and sin in the model's dtype), so bfloat16
 agrees as closely as two orders of the same sums can.
@@ -27,7 +27,8 @@ from mstar.engine.resources.attention.base import AttentionBackend
 from mstar.models.arch import ModelArch
 from mstar.models.rope import Rope, rotate
 
-LayerDeltas = Callable[[str, int], Delta]  # (target, layer_idx) -> the delta of that linear: the LoRA pool's layer_delta
+# (target, layer_idx) -> the delta of that linear, the LoRA pool's `layer_delta`; None where adapters do not adapt it.
+LayerDeltas = Callable[[str, int], Delta | None]
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,8 @@ class Decoder:
         self._comm = comm
         self._rope = rope
         self._vocab_cuts = even_cuts(arch.vocab_size, comm.tp_size)
+        self._embedding_delta = None if deltas is None else deltas("embed_tokens", 0)
+        self._head_delta = None if deltas is None else deltas("lm_head", 0)
         self._layers = tuple(_Layer(arch, index, layer, comm, attention, deltas) for index, layer in enumerate(weights.layers))
 
     @torch.inference_mode()
@@ -90,18 +93,25 @@ class Decoder:
             x = layer.forward(x, cos, signed_sin)
         if logits_rows.numel() == 0:  # every rank has the same rows, so all of them leave out the gather
             return x.new_empty((0, self.arch.vocab_size), dtype=torch.float32)
-        x = x.index_select(0, logits_rows)
-        local = self.weights.lm_head(_rms_norm(x, self.weights.final_norm, self.arch.rms_norm_eps))
+        x = _rms_norm(x.index_select(0, logits_rows), self.weights.final_norm, self.arch.rms_norm_eps)
+        local = self.weights.lm_head(x)
+        if self._head_delta is not None:
+            local = self._head_delta(local, x)
         return self._comm.all_gather_columns(local, self._vocab_cuts).float()
 
     def _embed(self, tokens: Tensor) -> Tensor:
         """Look up `tokens [T]` in the ranks' shards of the vocabulary: a token elsewhere counts zero here, the sum is whole."""
+        delta = self._embedding_delta
         if self._comm.tp_size == 1:
-            return F.embedding(tokens, self.weights.embedding)
+            x = F.embedding(tokens, self.weights.embedding)
+            return x if delta is None else delta(x, tokens)
         start, stop = self._vocab_cuts[self._comm.tp_rank]
         elsewhere = (tokens < start) | (tokens >= stop)
-        x = F.embedding((tokens - start).masked_fill_(elsewhere, 0), self.weights.embedding)
-        return self._comm.all_reduce(x.masked_fill_(elsewhere[:, None], 0))
+        local = (tokens - start).masked_fill_(elsewhere, 0)
+        x = F.embedding(local, self.weights.embedding).masked_fill_(elsewhere[:, None], 0)
+        if delta is not None:
+            x = delta(x, local.masked_fill_(elsewhere, -1))
+        return self._comm.all_reduce(x)
 
 
 class _Layer:

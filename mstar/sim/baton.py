@@ -12,6 +12,8 @@ import _thread
 import threading
 from collections.abc import Callable
 
+_LOST_S = 5.0  # a job that runs on for so long without parking is in an endless loop
+
 
 class Abandoned(BaseException):
     """Unwinds a parked job whose run is over. No code under test catches it (none catches BaseException)."""
@@ -54,12 +56,16 @@ class StepThread:
         if self._abandon:
             raise Abandoned
 
-    def abandon(self) -> None:
-        """Unwind a parked job. It may park again while it unwinds; then it is unwound from there."""
+    def abandon(self) -> bool:
+        """Unwind a parked job; it may park again meanwhile. False where it never comes back: the thread is then lost."""
         self._abandon = True
         while self._job is not None:
-            self.resume()
+            if self._go.locked():
+                self._go.release()
+            if not self._back.acquire(timeout=_LOST_S):
+                return False
         self._abandon = False
+        return True
 
     def _run(self) -> None:
         while True:
@@ -86,5 +92,5 @@ def borrow() -> StepThread:
 
 def give_back(thread: StepThread) -> None:
     """Return a borrowed thread, unwinding what is parked on it."""
-    thread.abandon()
-    _idle.append(thread)
+    if thread.abandon():
+        _idle.append(thread)

@@ -40,4 +40,5 @@ class Draws:
         if scale_s <= 0:
             return 0.0
         exponent: float = 3 * self.unit(*key) - 2
-        return scale_s * 10.0**exponent
+        factor: float = 10.0**exponent
+        return scale_s * factor

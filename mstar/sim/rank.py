@@ -7,13 +7,14 @@ the pool takes it at any time.
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 
 import torch
 
-from mstar.engine.resources.base import Resource, ResourceReqConfig, StepContext
+from mstar.engine.resources.base import ResourceReqConfig
 from mstar.engine.resources.kv.resource import KvResource, KvSpec
 from mstar.engine.resources.lora.host_copy import HostCopy
 from mstar.engine.resources.lora.pool import LoraAdapterPool
@@ -24,57 +25,13 @@ from mstar.sim.collective import Collective
 from mstar.sim.forward import TinyModel
 from mstar.sim.messages import Ingest, Load, LoadAnswer, ToRank, Unload
 from mstar.sim.oracle import Oracle
+from mstar.sim.probe import ProbedKv, SaltedStr
 from mstar.sim.reader import SteppedReader
 from mstar.sim.tiny import Generation, MarkBackend, checked_copy, tiny_spec
 from mstar.sim.world import Violation, World
-from mstar.types import Step
+from mstar.types import Row, Step
 
 NODES = ("vision", "llm")  # graph order
-
-
-class SaltedStr(str):
-    """A string that hashes differently on each rank, as strings do in real processes."""
-
-    __slots__ = ("_hash",)
-
-    def __new__(cls, text: str, salt: int) -> SaltedStr:
-        """`text` as the rank of `salt` knows it."""
-        made = super().__new__(cls, text)
-        made._hash = hash((text, salt))
-        return made
-
-    def __hash__(self) -> int:
-        """Not `str`'s."""
-        return self._hash
-
-    def __eq__(self, other: object) -> bool:
-        """As `str`."""
-        return str.__eq__(self, other) if isinstance(other, str) else NotImplemented
-
-
-class Probe(Resource):
-    """The last resource of a step: shows the oracle what the admits left, and refuses where that was drawn, on every rank alike."""
-
-    name = "probe"
-
-    def __init__(self, refuses: Callable[[int], bool]) -> None:
-        self._refuses = refuses
-        self.ctx: StepContext | None = None
-
-    def ingest_request(self, rid: str, overrides: ResourceReqConfig | None = None) -> None:
-        """Nothing to open."""
-
-    def remove_request(self, rid: str) -> None:
-        """Nothing to free."""
-
-    def admit(self, step: Step, ctx: StepContext) -> None:
-        """Raises CapacityError in a refused step."""
-        self.ctx = ctx
-        if self._refuses(step.seq):
-            raise CapacityError(f"step {step.seq} is refused")
-
-    def rollback_admit(self, step: Step, ctx: StepContext) -> None:
-        """Nothing to give back."""
 
 
 class SimRank:
@@ -99,10 +56,11 @@ class SimRank:
         self.readers: dict[str, SteppedReader] = {}
         self.pools = {node: self._pool(node) for node in (NODES if settings.two_nodes else NODES[1:])}
         spec = KvSpec(settings.num_pages, settings.block_size, settings.prefix_caching)
-        self.kv = KvResource(spec, decides=tp_rank == 0)
-        self.probe = Probe(lambda seq: world.draws.chance(settings.refusals, "refuses", seq))
+        refuses = functools.partial(world.draws.chance, settings.refusals, "refuses")
+        self._probe = ProbedKv(spec, decides=tp_rank == 0, refuses=refuses)
+        self.kv: KvResource = self._probe
         self.model = TinyModel(self, oracle)
-        self.runner = Runner([*self.pools.values(), self.kv, self.probe], self.model)
+        self.runner = Runner([*self.pools.values(), self.kv], self.model)
 
     @property
     def name(self) -> str:
@@ -113,9 +71,10 @@ class SimRank:
         """`text` as this rank's process would have decoded it."""
         if not self.world.settings.salted_hashes:
             return text
-        found = self._own.get(text)
+        plain = str(text)
+        found = self._own.get(plain)
         if found is None:
-            found = self._own[text] = SaltedStr(text, self.tp_rank)
+            found = self._own[plain] = SaltedStr(plain, self.tp_rank)
         return found
 
     # the step thread
@@ -126,6 +85,7 @@ class SimRank:
         self._seq = step.seq
         self._after_step = done
         self.world.note(self.name, f"step {step.seq} begins")
+        self.oracle.begins(self, step)
         self._took_baton(ended=self._thread.start(lambda: self._execute(step)))
 
     def park(self, why: str) -> None:
@@ -138,6 +98,10 @@ class SimRank:
         if self._parked == why:
             self._parked = ""
             self._took_baton(ended=self._thread.resume())
+
+    def waits_for_copy(self, node: str) -> None:
+        """See reader.WaitingRank."""
+        self.oracle.waits(self, node, self._seq)
 
     def close(self) -> None:
         """Unwind a step under way; the rank is of no further use."""
@@ -158,8 +122,20 @@ class SimRank:
     def ingested(self, message: Ingest) -> None:
         """A request was opened here."""
 
-    def copy_in(self, name: str) -> None:
-        """A read ended here."""
+    def served(self, generation: Generation) -> None:
+        """New requests may name it here."""
+
+    def copy_in(self, node: str, name: str) -> None:
+        """A node's copy of `name` is in or failed here."""
+
+    def agreed(self, node: str, result: list[int]) -> None:
+        """An agreement ended here."""
+
+    @property
+    def live_rows(self) -> list[Row]:
+        """The rows of the step under way that run."""
+        ctx = self._probe.ctx
+        return [] if ctx is None else list(ctx.live_rows())
 
     def _execute(self, step: Step) -> None:
         try:
@@ -171,7 +147,7 @@ class SimRank:
 
     def _admitted(self, step: Step, fingerprint: bytes) -> None:
         self.admitted(step.seq, fingerprint)
-        ctx = self.probe.ctx
+        ctx = self._probe.ctx
         assert ctx is not None
         self.oracle.admitted(self, step, ctx.failed)
 
@@ -185,8 +161,8 @@ class SimRank:
             raise Violation("crash", f"{self.name}, step {self._seq}: {type(error).__name__}: {error}") from error
         self.busy = False
         self.world.note(self.name, f"step {self._seq} ends{'' if self._outcome is not None else ', refused'}")
-        self._apply_pending()
         self._after_step(self._outcome)
+        self._apply_pending()
         self.wake()
 
     # the front's messages
@@ -259,13 +235,15 @@ class SimRank:
 
     def _answer(self, message: Load, error: BaseException | None) -> None:
         refusal = "" if error is None else getattr(error, "code", type(error).__name__)
+        if not refusal:
+            self.served(message.generation)
         self.to_front(LoadAnswer(message.load_id, self.tp_rank, refusal))
 
     # building
 
     def _pool(self, node: str) -> LoraAdapterPool:
         settings = self.world.settings
-        reader = self.readers[node] = SteppedReader(self.world, self, f"{self.name} {node}")
+        reader = self.readers[node] = SteppedReader(self.world, self, f"{self.name} {node}", node)
 
         def read(path: str, digest: str | None, cancelled: Callable[[], bool]) -> HostCopy:
             if reader.fails():
@@ -276,22 +254,25 @@ class SimRank:
             node, settings.num_ranks, max_loras=settings.max_loras, max_cpu_loras=settings.max_cpu_loras,
             read_timeout_s=settings.read_timeout_s, hint_wait_s=settings.hint_wait_s, copy_wait_s=settings.copy_wait_s,
         )  # fmt: skip
-        pool = LoraAdapterPool(
+        return LoraAdapterPool(
             spec,
             torch.device("cpu"),
             self.tp_rank,
             settings.num_ranks,
             MarkBackend(),
-            agree=lambda statuses: self._collective.agree(self, self._seq, node, statuses),
+            agree=lambda statuses: self._agree(node, statuses),
             decides=self.tp_rank == 0,
             read=read,
-            on_copy=self._copy_in,
+            on_copy=lambda name: self._copy_in(node, name),
             clock=lambda: self.world.now,
             reader=reader,
         )
-        pool.name = node
-        return pool
 
-    def _copy_in(self, name: str) -> None:
-        self.copy_in(name)
+    def _agree(self, node: str, statuses: list[int]) -> list[int]:
+        result = self._collective.agree(self, self._seq, node, statuses)
+        self.agreed(node, result[: len(statuses)])
+        return result
+
+    def _copy_in(self, node: str, name: str) -> None:
+        self.copy_in(node, name)
         self.wake()

@@ -24,18 +24,23 @@ class WaitingRank(Protocol):
         """Go on, if it still waits for `why`."""
         ...
 
+    def waits_for_copy(self, node: str) -> None:
+        """Its step thread is about to wait for a copy in a node's pool."""
+        ...
+
     def tick(self) -> None:
         """What the step thread does now and then: end a read that ran past its bound."""
         ...
 
 
 class SteppedReader(Reader):
-    """Runs one store's reads by events. `key` is the rank and node."""
+    """Runs one store's reads by events. `key` names the rank and the node."""
 
-    def __init__(self, world: World, rank: WaitingRank, key: str) -> None:
+    def __init__(self, world: World, rank: WaitingRank, key: str, node: str) -> None:
         self._world = world
         self._rank = rank
         self._key = key
+        self._node = node
         self._running: Any = None
         self._picks_up = False
         self._waits = 0
@@ -58,6 +63,7 @@ class SteppedReader(Reader):
         self._waits += 1
         number = self._waits
         self._world.at(self._world.now + timeout_s, lambda: self._unpark(number), self._key, "timeout")
+        self._rank.waits_for_copy(self._node)
         self._source.lock.release()
         try:
             self._rank.park(f"copy {self._key}")
@@ -96,9 +102,11 @@ class SteppedReader(Reader):
         takes = world.draws.delay(settings.read_s, *key)
         if world.draws.chance(settings.slow_reads, *key, "slow"):
             takes = settings.read_timeout_s * (1.01 + world.draws.unit(*key, "how slow"))
+        hangs = takes > settings.read_timeout_s and world.draws.chance(0.5, *key, "hangs")
         fails = world.draws.chance(settings.read_failures, *key, "fails")
-        world.note(self._key, f"reads {path} for {takes:.3f} s{' in vain' if fails else ''}")
-        world.at(world.now + takes, lambda: self._end(task, fails=fails), *key)
+        world.note(self._key, f"reads {path} for {'ever' if hangs else f'{takes:.3f} s'}{' in vain' if fails else ''}")
+        if not hangs:
+            world.at(world.now + takes, lambda: self._end(task, fails=fails), *key)
         if takes > settings.read_timeout_s:
             world.at(world.now + settings.read_timeout_s * 1.001, self._rank.tick, *key, "bound")
 

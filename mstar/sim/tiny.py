@@ -90,9 +90,9 @@ def checked_copy(generation: Generation, node: str, digest: str | None) -> HostC
 class MarkBackend(LoraBackend):
     """Adds each token's mark in plain Python, from the addressing and the slots' weights alone, as kernels do."""
 
-    def plan(self, addressing: LoraAddressing, segments: Sequence[Segment], max_rank: int) -> Any:
-        """See LoraBackend.plan."""
-        return addressing.token_order.tolist(), addressing.slot_indptr.tolist(), max_rank
+    def plan(self, addressing: LoraAddressing, segments: Sequence[Segment], ranks: Sequence[int]) -> Any:
+        """See LoraBackend.plan. All slots are read up to the largest rank, as kernels may."""
+        return addressing.token_order.tolist(), addressing.slot_indptr.tolist(), max(ranks)
 
     def add_delta(self, y: torch.Tensor, x: torch.Tensor, weights: LayerWeights, plan: Any) -> torch.Tensor:
         """See LoraBackend.add_delta; `x` is all ones."""

@@ -7,6 +7,7 @@ import logging
 from pathlib import Path
 
 from mstar.adapters import AdapterLimits, BaseShapes, inspect_adapter, resolve_path
+from mstar.adapters.hub import parse_hub_id
 from mstar.config import ServeConfig
 from mstar.distributed.shards import plan_heads
 from mstar.errors import ConfigError, RequestError
@@ -33,6 +34,8 @@ def preflight(config: ServeConfig) -> ServeConfig:
     for root in config.lora_root:
         if not Path(root).is_dir():
             raise ConfigError(f"lora_root {root}: there is no such folder")
+    if config.lora_dir is not None and not Path(config.lora_dir).is_dir():
+        raise ConfigError(f"lora_dir {config.lora_dir}: there is no such folder")
     if config.front_endpoint is not None:
         curve_for(config.front_endpoint, config.curve_dir)
     _check_adapters(config)
@@ -61,8 +64,10 @@ def _check_adapters(config: ServeConfig) -> None:
         return
     base = BaseShapes.from_config(json.loads((Path(config.model) / "config.json").read_text(encoding="utf-8")))
     roots = tuple(Path(root) for root in config.adapter_roots)
-    limits = AdapterLimits(max_lora_rank=config.max_lora_rank, roots=roots)
+    limits = AdapterLimits(config.max_lora_rank, roots, config.lora_target_modules)
     for module in config.lora_modules:
+        if config.enable_hub_adapters and not Path(module.path).exists() and parse_hub_id(module.path) is not None:
+            continue  # the front fetches it, and refuses it
         try:
             inspect_adapter(resolve_path(module.path, roots), base, limits)
         except RequestError as error:

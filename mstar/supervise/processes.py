@@ -10,21 +10,37 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 _PR_SET_PDEATHSIG = 1
 
 
 @dataclass
 class Child:
-    """A running child and the name under which it is reported."""
+    """A running child and the name under which it is reported. `beats` is the read end of its pipe of signs of life."""
 
     name: str
     process: subprocess.Popen[bytes]
+    beats: int
+    is_heard: bool = False
+    last_sign: float = field(default_factory=time.monotonic)
 
     def exit_status(self) -> int | None:
         """None while it runs; negative for a signal."""
         return self.process.poll()
+
+    def forget(self) -> None:
+        """It has ended: close its pipe. Idempotent."""
+        if self.beats >= 0:
+            os.close(self.beats)
+            self.beats = -1
+
+    def silent_s(self) -> float:
+        """Seconds since its last sign of life; since its start, where it gave none (`is_heard`)."""
+        with contextlib.suppress(BlockingIOError):
+            while os.read(self.beats, 4096):
+                self.is_heard, self.last_sign = True, time.monotonic()
+        return time.monotonic() - self.last_sign
 
     def describe_exit(self) -> str:
         """How it ended, for people."""
@@ -38,18 +54,24 @@ class Child:
 
 def spawn(name: str, module: str, env: Mapping[str, str], pass_fds: tuple[int, ...] = ()) -> Child:
     """Start `python -m module`. The child is killed by the kernel should the supervisor die."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", module],
-        env={**os.environ, **env},
-        pass_fds=pass_fds,
-        stdin=subprocess.DEVNULL,
-        preexec_fn=_die_with_parent(),
-    )
-    return Child(name, process)
+    beats, beats_in = os.pipe()
+    os.set_blocking(beats, False)
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-m", module],
+            env={**os.environ, **env, "MSTAR_BEAT_FD": str(beats_in)},
+            pass_fds=(*pass_fds, beats_in),
+            stdin=subprocess.DEVNULL,
+            preexec_fn=_die_with_parent(),
+        )
+    finally:
+        os.close(beats_in)
+    return Child(name, process, beats)
 
 
 def end(children: Iterable[Child], timeout_s: float, kind: int = signal.SIGTERM) -> None:
-    """Signal all, wait for all, kill what is left after `timeout_s`."""
+    """Signal all that run, wait for them, kill what is left after `timeout_s`. Nothing is left of any child then."""
+    children = list(children)
     alive = [child for child in children if child.exit_status() is None]
     for child in alive:
         with contextlib.suppress(ProcessLookupError):
@@ -61,6 +83,8 @@ def end(children: Iterable[Child], timeout_s: float, kind: int = signal.SIGTERM)
         except subprocess.TimeoutExpired:
             child.process.kill()
             child.process.wait()
+    for child in children:
+        child.forget()
 
 
 def _die_with_parent() -> Callable[[], None]:

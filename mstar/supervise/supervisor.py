@@ -4,7 +4,8 @@
                 └─ rank 0 … N-1, one instance: one of them ends, all are ended and start anew under a new epoch
 
 A rank that ends with status 2 says that the configuration cannot be served: everything stops with 2. A front that dies is started
-again beside the running ranks. Both give up after `max_restarts` within `RESTART_WINDOW_S`.
+again beside the running ranks. Both give up after `max_restarts` within `RESTART_WINDOW_S`. Whoever gives no sign of life for
+`stuck_rank_timeout_s` (before the first one: `start_timeout_s`) is killed, and so found dead.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ from mstar.supervise.preflight import preflight
 from mstar.supervise.processes import Child, end, spawn
 
 RESTART_WINDOW_S = 300.0
+BACK_OFF_WINDOW_S = 30.0  # restarts that follow each other closely wait longer and longer; a rare one does not
+LONGEST_BACK_OFF_S = 5.0
 RANK_END_S = 5.0
 
 log = logging.getLogger(__name__)
@@ -55,6 +58,7 @@ class Supervisor:
         self._listener = listener
         self._run_dir = run_dir
         self._started_at = time.time()
+        self._secret = uuid.uuid4().hex
         self._front_endpoint = config.front_endpoint or f"ipc://{run_dir}/front.ipc"
         self._restarts: deque[float] = deque()
         self._signals = 0
@@ -91,9 +95,22 @@ class Supervisor:
                 status = self._rank_died(dead)
                 if status is not None:
                     return status
+            self._kill_silent()
         return self._stop()
 
+    def _kill_silent(self) -> None:
+        """A child that is stopped, or whose loop is stuck, ends here; the next look finds it dead."""
+        assert self._front is not None
+        for child in (self._front, *self._ranks):
+            bound_s = self._config.stuck_rank_timeout_s if child.is_heard else self._config.start_timeout_s
+            if child.silent_s() > bound_s:
+                what = "gave no sign of life" if child.is_heard else "did not start"
+                log.error("%s %s for %.0f s, the limit is %g s: killing it", child.name, what, child.silent_s(), bound_s)
+                child.process.kill()
+                child.process.wait()
+
     def _front_died(self, front: Child) -> int | None:
+        front.forget()
         if front.exit_status() == 2:
             return 2
         log.error("the front %s; its connections are lost, the ranks go on", front.describe_exit())
@@ -116,14 +133,15 @@ class Supervisor:
         return None
 
     def _may_restart(self) -> bool:
-        """Count a restart; waits a little longer each time. False after too many."""
+        """Count a restart, after a wait that doubles with each other one just before. False after too many."""
         now = time.monotonic()
         while self._restarts and now - self._restarts[0] > RESTART_WINDOW_S:
             self._restarts.popleft()
         if len(self._restarts) >= self._config.max_restarts:
             log.error("%d restarts within %g s: giving up", len(self._restarts), RESTART_WINDOW_S)
             return False
-        time.sleep(min(5.0, 0.1 * 2 ** len(self._restarts)))
+        recent = sum(1 for at in self._restarts if now - at < BACK_OFF_WINDOW_S)
+        time.sleep(min(LONGEST_BACK_OFF_S, 0.1 * 2**recent))
         self._restarts.append(now)
         return True
 
@@ -134,22 +152,26 @@ class Supervisor:
             listen_fd=self._listener.fileno(),
             registry_path=self._config.registry_file or str(self._run_dir / "registry.json"),
             run=self._run_dir.name,
+            secret=self._secret,
             started_at=self._started_at,
         )
         path = self._write("front.json", launch.model_dump_json())
         self._front = spawn("front", "mstar.api.front", {"MSTAR_FRONT": str(path)}, (self._listener.fileno(),))
 
     def _start_ranks(self) -> None:
+        for path in self._run_dir.glob("instance-*"):
+            path.unlink()  # of the instance before
         epoch = uuid.uuid4().hex[:8]
         size = self._config.tensor_parallel_size
         launch = RankLaunch(
             config=self._config,
             front_endpoint=self._front_endpoint,
-            leader_endpoint=f"ipc://{self._run_dir}/leader-{epoch}.ipc",
-            store=f"file://{self._run_dir}/store-{epoch}",
+            leader_endpoint=f"ipc://{self._run_dir}/instance-{epoch}.ipc",
+            store=f"file://{self._run_dir}/instance-{epoch}.store",
             run_dir=str(self._run_dir),
+            secret=self._secret,
         )
-        path = self._write(f"launch-{epoch}.json", launch.model_dump_json())
+        path = self._write(f"instance-{epoch}.json", launch.model_dump_json())
         threads = str(self._config.threads_per_rank or max(1, (os.cpu_count() or 1) // size))
         env = {"MSTAR_LAUNCH": str(path), "WORLD_SIZE": str(size), "OMP_NUM_THREADS": threads}
         if self._config.device == "cpu":

@@ -15,8 +15,12 @@ import msgspec
 from mstar.errors import ProtocolError
 
 MAX_FRAME_BYTES = 16 << 20
+MAX_QUEUED_TO_SEND = 100_000  # frames for a peer that does not take them; beyond, the channel is given up
+MAX_QUEUED_RECEIVED = 1_000  # frames per peer that wait to be read; beyond, the peer waits: a flood fills no memory here
+MAX_READ_AT_ONCE = 256  # frames taken from a socket before other work has its turn
 
 _MESSAGE, _BEAT, _HELLO = 0, 1, 2
+_UNDECODABLE = (msgspec.DecodeError, msgspec.ValidationError, RecursionError)  # the last: nested deeper than the decoder goes
 
 T = TypeVar("T")
 
@@ -81,7 +85,7 @@ class Receiver(Generic[T]):
             raise ProtocolError(f"message {frame.seq} of {self.peer} came after {self.last_seq}")
         try:
             message = self._decoder.decode(frame.body)
-        except (msgspec.DecodeError, msgspec.ValidationError) as error:
+        except _UNDECODABLE as error:
             raise ProtocolError(f"message {frame.seq} of {self.peer} does not decode: {error}") from None
         self.last_seq = frame.seq
         return message
@@ -101,7 +105,7 @@ class HelloReader(Generic[T]):
             return None
         try:
             return frame.epoch, self._decoder.decode(frame.body)
-        except (msgspec.DecodeError, msgspec.ValidationError):
+        except _UNDECODABLE:
             self.num_dropped += 1
             return None
 
@@ -111,5 +115,5 @@ def _parse(data: bytes) -> _Frame | None:
         return None
     try:
         return _frames.decode(data)
-    except (msgspec.DecodeError, msgspec.ValidationError):
+    except _UNDECODABLE:
         return None

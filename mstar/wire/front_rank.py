@@ -153,7 +153,7 @@ ToFront = LoadResult | Stats | Tokens | Failed | Began
 
 
 class RankReady(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="rank_ready"):
-    """A rank can serve; repeated until it gets a Welcome."""
+    """A rank can serve; repeated until it gets a Welcome. `secret` is known to the processes of one supervisor alone."""
 
     tp_rank: int
     tp_size: int
@@ -163,6 +163,7 @@ class RankReady(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="ra
     weights_bytes: int
     slots_bytes: int
     backend: str
+    secret: str = ""
 
 
 class Welcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="welcome"):
@@ -173,3 +174,8 @@ class Welcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="welc
 
 
 Hello = RankReady | Welcome
+
+
+def rank_identity(tp_rank: int, instance_epoch: str) -> bytes:
+    """The routing identity of a rank's socket at the front; nobody can take its place without knowing the epoch."""
+    return f"rank-{tp_rank}-{instance_epoch}".encode()

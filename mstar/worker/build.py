@@ -8,6 +8,7 @@ import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -15,6 +16,7 @@ import torch
 from mstar.adapters import BaseShapes
 from mstar.config import ServeConfig
 from mstar.distributed.comm import CommGroup, init_comm
+from mstar.distributed.linear import Delta
 from mstar.distributed.shards import plan_heads
 from mstar.engine.resources.attention.torch_backend import TorchAttention
 from mstar.engine.resources.base import Resource
@@ -68,7 +70,7 @@ def build_rank(launch: RankLaunch, tp_rank: int, on_copy: Callable[[str], None])
     num_pages = comm.all_reduce_min(wanted)
     cache = KvCache(arch.num_layers, num_pages, config.block_size, last - first, arch.head_dim, dtype, device)
     attention = TorchAttention(cache, heads.kv_of_query(tp_rank), arch.head_dim**-0.5, arch.windows)
-    deltas = pool.layer_delta if pool is not None else None
+    deltas = None if pool is None else partial(_delta, pool)
     decoder = load_decoder(config.model, arch, comm, dtype, device, max_model_len, attention, deltas)
     kv = KvResource(KvSpec(num_pages, config.block_size, config.enable_prefix_caching), decides=tp_rank == 0)
     resources: list[Resource] = [kv] if pool is None else [pool, kv]
@@ -83,6 +85,11 @@ def build_rank(launch: RankLaunch, tp_rank: int, on_copy: Callable[[str], None])
     return Rank(launch, config, tp_rank, arch, comm, runner, pool, kv, max_model_len, held, slots)
 
 
+def _delta(pool: LoraAdapterPool, target: str, layer_idx: int) -> Delta | None:
+    """What the decoder calls at one linear; None where this server's adapters do not adapt it."""
+    return pool.layer_delta(target, layer_idx) if pool.spec.has_target(target) else None
+
+
 def _build_pool(
     config: ServeConfig, arch: ModelArch, comm: CommGroup, dtype: torch.dtype, device: torch.device, on_copy: Callable[[str], None]
 ) -> LoraAdapterPool:
@@ -92,11 +99,13 @@ def _build_pool(
         max_loras=config.max_loras,
         max_lora_rank=config.max_lora_rank,
         max_cpu_loras=config.host_tier_size,
+        target_modules=config.lora_target_modules,
     )
     base = BaseShapes.from_config(json.loads((Path(config.model) / "config.json").read_text(encoding="utf-8")))
     spec = dataclasses.replace(
         spec,
         base=base,
+        base_folder=config.model,
         roots=config.read_roots,
         read_timeout_s=config.lora_read_timeout_s,
         hint_wait_s=config.hint_wait_s,
@@ -115,6 +124,7 @@ def _build_pool(
         comm.tp_size,
         dtype=dtype,
         agree=agree if comm.tp_size > 1 else None,
+        add_up=comm.agree_sum,
         decides=comm.tp_rank == 0,
         on_copy=on_copy,
     )

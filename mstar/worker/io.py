@@ -9,6 +9,7 @@ process ends here.
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import logging
 import os
@@ -27,8 +28,18 @@ import zmq
 
 from mstar.config import ServeConfig
 from mstar.errors import MstarError, ProtocolError, WorkerError
+from mstar.launch import Heartbeat
 from mstar.wire import front_rank, leader_follower
-from mstar.wire.channel import MAX_FRAME_BYTES, HelloReader, Receiver, Sender, seal_hello
+from mstar.wire.channel import (
+    MAX_FRAME_BYTES,
+    MAX_QUEUED_RECEIVED,
+    MAX_QUEUED_TO_SEND,
+    MAX_READ_AT_ONCE,
+    HelloReader,
+    Receiver,
+    Sender,
+    seal_hello,
+)
 from mstar.wire.security import allow_ranks_only, curve_for
 
 BEAT_S = 0.2
@@ -129,7 +140,7 @@ class RankIo:
         self._inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._outbox: deque[tuple[str, msgspec.Struct]] = deque()
         self._wake_in, self._wake_out = self._wake_pair()
-        self._front = self._socket(zmq.DEALER, f"rank-{tp_rank}".encode())
+        self._front = self._socket(zmq.DEALER)
         curve = curve_for(front_endpoint, self._curve_dir)
         if curve is not None:
             curve.secure_client(self._front)
@@ -142,7 +153,9 @@ class RankIo:
         self._hello_peer: HelloReader[leader_follower.Hello] = HelloReader(leader_follower.Hello)
         self._peer_senders: dict[bytes, Sender] = {}
         self._peer_receivers: dict[bytes, Receiver[Any]] = {}
+        self._peer_heard: dict[bytes, float] = {}
         self._num_dropped = 0
+        self._heartbeat = Heartbeat()
         self._stopping = False
         self._stop_authenticator: Callable[[], None] = lambda: None
         self._thread = threading.Thread(target=self._run, name="mstar-io", daemon=True)
@@ -163,7 +176,7 @@ class RankIo:
     def connect_leader(self, endpoint: str, epoch: str) -> None:
         """A follower: connect to rank 0, whose instance has this epoch."""
         self._epoch = epoch
-        self._peer = self._socket(zmq.DEALER, f"follower-{self._tp_rank}".encode())
+        self._peer = self._socket(zmq.DEALER, f"follower-{self._tp_rank}-{epoch}".encode())
         curve = curve_for(endpoint, self._curve_dir)
         if curve is not None:
             curve.secure_client(self._peer)
@@ -247,6 +260,7 @@ class RankIo:
         connected = False
         while True:
             if not connected and self._greeted.is_set():
+                self._front.setsockopt(zmq.IDENTITY, front_rank.rank_identity(self._tp_rank, self._epoch))
                 self._front.connect(self._front_endpoint)
                 connected = True
             ready = dict(poller.poll(max(1, int((next_beat - time.monotonic()) * 1000)) if next_beat else 1))
@@ -264,9 +278,12 @@ class RankIo:
                 self._beat()
 
     def _beat(self) -> None:
+        self._heartbeat.beat()
         overdue = self.progress.overdue(self._stuck_after_s)
         if overdue is not None:
             self._end_stuck(overdue)
+        if self._greeted.is_set():
+            self._check_peers()
         silent = time.monotonic() - self._front_heard > FRONT_SILENT_S
         if self._greeted.is_set() and (self._front_sender is None or silent):
             self._send(self._front, [seal_hello(self._epoch, self._ready)])
@@ -280,8 +297,16 @@ class RankIo:
             if self._greeted.is_set():
                 self._send(self._peer, [identity, sender.beat()] if identity else [sender.beat()])
 
+    def _check_peers(self) -> None:
+        """A peer's io thread beats whatever else it does: one that is silent for long is stopped, or its host or link is gone."""
+        now = time.monotonic()
+        for identity, receiver in self._peer_receivers.items():
+            silent_s = now - self._peer_heard.setdefault(identity, now)
+            if silent_s > self._stuck_after_s:
+                self._end_stuck(f"nothing has come from {receiver.peer} for {silent_s:.0f} s")
+
     def _end_stuck(self, overdue: str) -> None:
-        """The step thread sits in something that never ends, most likely a collective whose peer is gone or stopped."""
+        """Something never ends: a collective whose peer is gone or stopped, most likely, or a peer's silence."""
         peers = {receiver.peer: receiver.last_seq for receiver in self._peer_receivers.values()}
         log.error("TP rank %d is stuck: %s; last messages of its peers: %s; its threads:", self._tp_rank, overdue, peers)
         faulthandler.dump_traceback(all_threads=True)
@@ -332,6 +357,8 @@ class RankIo:
                 continue
             dropped = receiver.num_dropped
             message = receiver.open(data)
+            if receiver.num_dropped == dropped:
+                self._peer_heard[identity] = time.monotonic()
             self._num_dropped += receiver.num_dropped - dropped
             if message is not None:
                 self._inbox.put(FromFollower(message) if self._tp_rank == 0 else FromLeader(message))
@@ -375,12 +402,12 @@ class RankIo:
             raise ProtocolError(f"TP rank {self._tp_rank}: a peer rank is not reachable: {error}") from None
 
     def _drain(self, socket: zmq.Socket[bytes]) -> list[list[bytes]]:
+        """What has come, up to a bound: a socket that has more is ready again at the next poll."""
         frames = []
-        while True:
-            try:
+        with contextlib.suppress(zmq.Again):
+            while len(frames) < MAX_READ_AT_ONCE:
                 frames.append(socket.recv_multipart(zmq.NOBLOCK))
-            except zmq.Again:
-                return frames
+        return frames
 
     def _hand_over(self, way: str, message: msgspec.Struct) -> None:
         self._outbox.append((way, message))
@@ -398,7 +425,8 @@ class RankIo:
         socket: zmq.Socket[bytes] = self._context.socket(kind)
         socket.setsockopt(zmq.LINGER, 500)
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
-        socket.set_hwm(100_000)
+        socket.setsockopt(zmq.SNDHWM, MAX_QUEUED_TO_SEND)
+        socket.setsockopt(zmq.RCVHWM, MAX_QUEUED_RECEIVED)
         if identity is not None:
             socket.setsockopt(zmq.IDENTITY, identity)
         return socket

@@ -95,4 +95,5 @@ def _ready(rank: Rank) -> RankReady:
         weights_bytes=rank.weights_bytes,
         slots_bytes=rank.slots_bytes,
         backend="none" if rank.pool is None else type(rank.pool.backend).__name__,
+        secret=rank.launch.secret,
     )

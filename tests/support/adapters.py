@@ -9,11 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-from peft import LoraConfig, get_peft_model
-from peft.tuners.lora import LoraLayer
-from transformers import AutoModelForCausalLM
-
 from tests.support.tiny_models import built_once, tiny_model
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -58,6 +53,11 @@ def tiny_adapters(family: str) -> dict[str, Path]:
 
 def write_adapter(folder: Path, model_folder: Path, recipe: AdapterRecipe, seed: int) -> None:
     """Save a random adapter for the model in `model_folder`, the same for the same `seed`."""
+    import torch  # late, like the others: they take seconds, and mostly the folders are there
+    from peft import LoraConfig, get_peft_model
+    from peft.tuners.lora import LoraLayer
+    from transformers import AutoModelForCausalLM
+
     generator = torch.Generator().manual_seed(seed)
     config = LoraConfig(
         r=recipe.lora_rank, lora_alpha=2 * recipe.lora_rank, target_modules=list(recipe.modules), task_type="CAUSAL_LM", **recipe.fields

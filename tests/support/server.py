@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -33,6 +34,8 @@ START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 90.0
 REQUEST_TIMEOUT_S = 300.0
 _TAIL_CHARS = 6000
+_SETPRIV = shutil.which("setpriv")
+_DIES_WITH_US = (_SETPRIV, "--pdeathsig=TERM") if _SETPRIV else ()  # tests that are killed leave no server behind
 
 
 @dataclass(frozen=True)
@@ -43,8 +46,6 @@ class ServerSpec:
     family: str  # of the tiny model, or DEMO for the real one
     tp_size: int
     flags: tuple[str, ...] = ()
-    num_prompts: int = 20  # of the reference tests
-    num_tokens: int = 64  # of each of their outputs
 
     def command_line(self, scratch: Path) -> list[str]:
         """The flags of `mstar serve`. Adapters that a test makes may lie in `scratch`."""
@@ -171,7 +172,7 @@ def running_server(
     log_path = folder / "serve.log"
     with log_path.open("wb") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "mstar.cli", "serve", *flags, "--port=0"],
+            [*_DIES_WITH_US, sys.executable, "-m", "mstar.cli", "serve", *flags, "--port=0"],
             cwd=ROOT,
             env={**os.environ, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"},
             stdin=subprocess.DEVNULL,

@@ -14,14 +14,9 @@ from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
-
 from demo.fetch_model import cache_folder
-from tests.unit.models.tiny import make_model
 
 FAMILIES = ("llama2", "llama3", "mistral", "qwen2", "qwen3", "smollm2")
-NUM_HEADS = {family: 9 if family == "smollm2" else 4 for family in FAMILIES}
 NUM_TOKENIZER_TOKENS = 128
 MAX_MODEL_LEN = 1024
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")  # ids 0, 1 and 2; 2 is the Llama line's end of sequence
@@ -37,6 +32,8 @@ def tiny_model(family: str) -> Path:
     """The folder of a random float32 model of `family` (2 layers, vocabulary 128 or 130), with its tokenizer."""
 
     def build(folder: Path) -> None:
+        from tests.unit.models.tiny import make_model  # late: it takes seconds, and mostly the folder is there
+
         make_model(family, folder, max_position_embeddings=MAX_MODEL_LEN)
         save_tokenizer(folder)
 
@@ -45,6 +42,9 @@ def tiny_model(family: str) -> Path:
 
 def save_tokenizer(folder: Path) -> None:
     """A byte-level BPE of 128 tokens that knows ASCII alone (other bytes have no token), with a ChatML template."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
     alphabet = ["Ċ", "Ġ", *map(chr, range(0x21, 0x7F))]  # byte-level names of newline, space and the printable characters
     vocabulary = {token: index for index, token in enumerate((*SPECIALS, *alphabet))}
     merges: list[tuple[str, str]] = []

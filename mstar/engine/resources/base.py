@@ -62,13 +62,15 @@ class StepContext:
 
 
 Agree = Callable[[list[int]], list[int]]
+AddUp = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
 class EngineResourceInfo:
     """Where a resource is built: this rank's place in the instance and what it computes with.
 
-    `agree` is the load agreement (elementwise maximum over ranks); `decides` is true on the rank that chooses batches.
+    `agree` is the load agreement (elementwise maximum over ranks), `add_up` the sum over ranks of what ranks bring to an install;
+    `decides` is true on the rank that chooses batches.
     """
 
     device: torch.device
@@ -76,6 +78,7 @@ class EngineResourceInfo:
     tp_rank: int = 0
     tp_size: int = 1
     agree: Agree | None = None
+    add_up: AddUp | None = None
     decides: bool = True
 
 

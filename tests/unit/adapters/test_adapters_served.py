@@ -27,7 +27,8 @@ from adapter_folders import (
 from peft import PeftModel
 from safetensors.numpy import load_file, save_file
 
-from mstar.adapters import BaseShapes, digest_adapter, inspect_adapter, read_adapter
+from mstar.adapters import AdapterLimits, BaseShapes, digest_adapter, inspect_adapter, read_adapter
+from mstar.errors import AdapterError
 
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
@@ -57,6 +58,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "c28_bias_none": {"target_modules": ["q_proj"], "bias": "none"},
     "q_only": {"target_modules": ["q_proj"]},
     "v_only": {"target_modules": ["v_proj"]},
+    "c28_lora_only_where_the_base_has_no_bias": {"target_modules": ALL, "bias": "lora_only"},
     "init_gaussian": {"target_modules": ["q_proj"], "init_lora_weights": "gaussian"},
     "init_orthogonal": {"target_modules": ["q_proj"], "init_lora_weights": "orthogonal"},
     "ensure_weight_tying": {"target_modules": ["q_proj"], "ensure_weight_tying": True},
@@ -242,3 +244,70 @@ def test_one_pattern_for_every_module_of_a_deep_model_is_quick(tmp_path: Path) -
     folder = hand_folder(tmp_path, tensors, rank_pattern=dict.fromkeys(names, 1), alpha_pattern=dict.fromkeys(names, 3))
     facts = inspect_adapter(folder, deep, limits())
     assert len(facts.modules) == 882 and {module.scaling for module in facts.modules.values()} == {3.0} and not facts.warnings
+
+
+BIASED = {**CONFIG, "attention_bias": True, "mlp_bias": True}
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_magnitudes_and_biases_are_read_with_their_pairs_and_split_with_fused_ones(dtype: Any, tmp_path: Path) -> None:
+    """Computing with them is the engine's: see tests/unit/engine/resources/lora."""
+    base = BaseShapes.from_config(BIASED)
+    tensors = pair(0, "self_attn.qkv_proj") | pair(1, "mlp.down_proj")
+    draw = np.random.default_rng(1)
+    qkv, down = f"{PREFIX}model.layers.0.self_attn.qkv_proj", f"{PREFIX}model.layers.1.mlp.down_proj"
+    rows = {
+        f"{qkv}.lora_magnitude_vector": draw.random(128).astype(dtype),
+        f"{qkv}.base_layer.bias": draw.random(128).astype(dtype),
+        f"{down}.lora_magnitude_vector.default.weight": draw.random(64).astype(dtype),
+    }
+    read = read_adapter(hand_folder(tmp_path, tensors | rows, use_dora=True, bias="lora_only"), base, limits())
+    for leaf, part in (("q_proj", slice(0, 64)), ("k_proj", slice(64, 96)), ("v_proj", slice(96, 128))):
+        found = read.pairs[(0, f"self_attn.{leaf}")]
+        assert found.magnitude is not None and found.bias is not None
+        assert found.magnitude.dtype == found.bias.dtype == np.float32 and not found.bias.flags.writeable
+        np.testing.assert_array_equal(found.magnitude, rows[f"{qkv}.lora_magnitude_vector"][part])
+        np.testing.assert_array_equal(found.bias, rows[f"{qkv}.base_layer.bias"][part])
+    found = read.pairs[(1, "mlp.down_proj")]
+    assert found.bias is None and found.magnitude is not None
+    assert read.facts.modules[(1, "mlp.down_proj")].kinds == ("lora_A", "lora_B", "lora_magnitude_vector")
+    assert [warning for warning in read.facts.warnings if "keep the base's" in warning]
+
+
+@pytest.mark.parametrize("kind", ["lora_magnitude_vector", "base_layer.bias"])
+def test_magnitudes_and_biases_that_are_not_finite_are_refused(kind: str, tmp_path: Path) -> None:
+    key = f"{PREFIX}model.layers.0.self_attn.q_proj.{kind}"
+    values = np.ones(64, dtype=np.float32)
+    values[7] = np.nan
+    folder = hand_folder(tmp_path, pair() | {key: values}, use_dora="magnitude" in kind, bias="lora_only")
+    with pytest.raises(AdapterError) as refused:
+        read_adapter(folder, BaseShapes.from_config(BIASED), limits())
+    assert refused.value.code == "adapter_non_finite" and key in refused.value.message
+
+
+def test_head_and_embedding_pairs_are_read_where_the_server_takes_them(tmp_path: Path) -> None:
+    folder = peft_folder(tmp_path, target_modules=["q_proj", "lm_head", "embed_tokens"], rank_pattern={"lm_head": 2})
+    takes = AdapterLimits(16, (), ("q_proj", "lm_head", "embed_tokens"))
+    read = read_adapter(folder, BASE, takes)
+    assert {key: (pair.lora_a.shape, pair.lora_b.shape) for key, pair in read.pairs.items() if not key[1].startswith("self")} == {
+        (0, "lm_head"): ((2, 64), (128, 2)),
+        (0, "embed_tokens"): ((4, 128), (64, 4)),
+    }
+    assert {copy.module for copy in read.base_copies.values()} == {"lm_head", "model.embed_tokens"}
+    assert inspect_adapter(folder, BASE, takes) == read.facts
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, set()),
+        ({"attention_bias": True}, {"q", "k", "v", "o"}),
+        ({"model_type": "qwen2"}, {"q", "k", "v"}),
+        ({"model_type": "qwen3", "attention_bias": True, "mlp_bias": True}, {"q", "k", "v", "o"}),
+        ({"model_type": "mistral", "attention_bias": True}, set()),
+        ({"mlp_bias": True}, {"gate", "up", "down"}),
+    ],
+)
+def test_which_leaves_have_a_bias_follows_the_family(fields: dict[str, Any], expected: set[str]) -> None:
+    biases = BaseShapes.from_config({**CONFIG, **fields}).biases
+    assert {leaf.rpartition(".")[2].removesuffix("_proj") for leaf in biases} == expected

@@ -108,8 +108,13 @@ class ScriptedConductor:
             return self.adapters[adapter]
         raise ModelNotFound(model)
 
-    def served_models(self) -> list[ServedModel]:
-        return [BASE, *(self.adapters[name] for name in sorted(self.adapters))]
+    async def find(self, model: str) -> ServedModel:
+        return self.resolve(model)
+
+    def served_models(self, after: str | None = None, limit: int | None = None) -> tuple[list[ServedModel], bool]:
+        served = [self.adapters[name] for name in sorted(self.adapters) if after in (None, BASE.id) or name > str(after)]
+        served = served if after is not None else [BASE, *served]
+        return served[:limit], limit is not None and len(served) > limit
 
     async def load_adapter(self, name: str, path: str, *, load_inplace: bool = False, pinned: bool = False) -> None:
         self.calls.append(("load", name, path, load_inplace, pinned))

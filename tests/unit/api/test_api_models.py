@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 from urllib.parse import quote
 
 import httpx
 import pytest
 
-from mstar.api.models import model_page
-from mstar.conductor.types import ServedModel
 from tests.unit.api.requests_and_errors import assert_openai_error
-from tests.unit.api.scripted_conductor import BASE, ScriptedConductor
+from tests.unit.api.scripted_conductor import ScriptedConductor
 
 Post = Callable[..., httpx.Response]
 NAMES = ["a", "org/json", "org/sub/x", "with space", "per%cent", "per%2Fcent", "ümlaut", "q?x#y", "tiny2", "a:b"]
@@ -51,18 +50,24 @@ def test_what_is_not_listed_has_no_detail(post: Post, name: str):
     assert_openai_error(post(f"/v1/models/{name}", method="GET"), 404, "model_not_found", "model")
 
 
-def test_pages_join_to_the_list_while_adapters_come_and_go():
-    served = [BASE, *(ServedModel(id=f"a{at:02}", created=1, root="/x", parent="tiny", max_model_len=None) for at in range(10))]
-    first = model_page(served, 4, None)
+def test_pages_join_to_the_list_while_adapters_come_and_go(post: Post):
+    conductor = ScriptedConductor(adapters=[f"a{at:02}" for at in range(10)])
+
+    def page(limit: int, after: str | None = None) -> dict[str, Any]:
+        query = f"limit={limit}" + (f"&after={after}" if after is not None else "")
+        return post(f"/v1/models?{query}", method="GET", conductor=conductor).json()
+
+    first = page(4)
     assert [card["id"] for card in first["data"]] == ["tiny", "a00", "a01", "a02"]
     assert (first["has_more"], first["first_id"], first["last_id"]) == (True, "tiny", "a02")
-    without = [model for model in served if model.id not in ("a02", "a05")]  # also the id that the page ended with
-    second = model_page(without, 4, first["last_id"])
+    for name in ("a02", "a05"):  # also the id that the page ended with
+        del conductor.adapters[name]
+    second = page(4, first["last_id"])
     assert [card["id"] for card in second["data"]] == ["a03", "a04", "a06", "a07"]
-    last = model_page(without, 4, second["last_id"])
+    last = page(4, second["last_id"])
     assert [card["id"] for card in last["data"]] == ["a08", "a09"] and last["has_more"] is False
-    assert [card["id"] for card in model_page(served, 2, "tiny")["data"]] == ["a00", "a01"]
-    assert model_page(served, 4, "zzz")["data"] == []
+    assert [card["id"] for card in page(2, "tiny")["data"]] == ["a00", "a01"]
+    assert page(4, "zzz")["data"] == []
 
 
 @pytest.mark.parametrize("limit", ["0", "-1", "1001", "x"])

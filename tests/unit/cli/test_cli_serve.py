@@ -15,6 +15,7 @@ import pytest
 from mstar.cli import main
 from mstar.cli.serve import spread_lora_modules
 from mstar.config import ServeConfig
+from mstar.types import PROJECTIONS
 
 
 @pytest.fixture
@@ -212,3 +213,13 @@ assert not heavy, heavy
 def test_python_m_works():
     done = subprocess.run([sys.executable, "-m", "mstar.cli", "serve"], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (2, "mstar: model is missing\n")
+
+
+def test_the_modules_that_adapters_may_adapt_are_listed_or_repeated(parse: Any):
+    flag = "--lora-target-modules"
+    assert config_of(parse, "--model", "/m").lora_target_modules == PROJECTIONS
+    for given in (["q_proj,lm_head"], ["q_proj", "lm_head"]):
+        flags = [word for item in given for word in (flag, item)]
+        assert config_of(parse, "--model", "/m", *flags).lora_target_modules == ("q_proj", "lm_head")
+    config, code = parse("--model", "/m", flag, "q_proj,c_attn")
+    assert config is None and code == 2

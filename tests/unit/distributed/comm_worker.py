@@ -38,6 +38,7 @@ def collectives(comm: CommGroup) -> dict[str, object]:
         "even": comm.all_gather_columns(even, [(2 * i, 2 * i + 2) for i in range(comm.tp_size)]).tolist(),
         "agreed": comm.agree_max([comm.tp_rank, 2 - comm.tp_rank, 0]),
         "least": comm.all_reduce_min(10 - comm.tp_rank),
+        "sum": comm.agree_sum(torch.tensor([[0.5, comm.tp_rank], [1e-9, 2.0]], dtype=torch.float64)).tolist(),
     }
 
 

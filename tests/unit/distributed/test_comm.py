@@ -53,6 +53,12 @@ def test_agreements_take_the_worst_state_and_the_least_number(results):
         assert result["least"] == 8
 
 
+def test_shares_of_an_install_add_up_in_float64_to_the_same_bits(results):
+    for result in results:
+        assert result["sum"] == results[0]["sum"]
+        assert result["sum"] == [[1.5, 3.0], [pytest.approx(3e-9, rel=1e-15), 6.0]]
+
+
 def test_an_agreement_that_a_rank_does_not_join_fails_within_its_own_bound(results):
     for tp_rank, result in enumerate(results[:-1]):
         assert result["late"].startswith(f"agreement failed on TP rank {tp_rank} of {TP_SIZE}:")

@@ -21,6 +21,7 @@ import torch
 from mstar.adapters import AdapterFacts, AdapterTensors, LoraPair
 from mstar.distributed.shards import even_cuts
 from mstar.engine.resources.base import ResourceReqConfig, StepContext
+from mstar.engine.resources.lora.backends.torch_backend import TorchLoraBackend
 from mstar.engine.resources.lora.host_copy import HostCopy, HostReader
 from mstar.engine.resources.lora.pool import LoraAdapterPool, LoraStep
 from mstar.engine.resources.lora.slots import IN_FLIGHT
@@ -103,6 +104,7 @@ class Reads:
         self._change = threading.Condition()
         self._held: set[str] = set()
         self._refused: dict[str, str] = {}
+        self._changed: set[str] = set()
         self.began: list[str] = []  # paths, in the order in which their reads began
         self.threads: set[str] = set()
 
@@ -115,7 +117,7 @@ class Reads:
             refusal = self._refused.get(path)
         if refusal is not None:
             raise AdapterError(refusal, code="adapter_refused")
-        read = adapter_at(self._spec, path)
+        read = adapter_at(self._spec, f"{path} as it is now" if path in self._changed else path)
         if digest is not None and digest != read.digest:
             raise AdapterError(f"{path} is not what was checked", code="adapter_changed")
         return self._cut(read)
@@ -135,6 +137,10 @@ class Reads:
             self._refused[path] = message
             self._held.discard(path)
             self._change.notify_all()
+
+    def change(self, path: str) -> None:
+        """Other weights lie at `path` from now on."""
+        self._changed.add(path)
 
     def mend(self, path: str) -> None:
         with self._change:
@@ -249,16 +255,19 @@ class Rank:
         y = torch.zeros(len(rids), sum(spec.target(target).out_sizes(tp_rank)))
         return x, self.pool.layer_delta(target, layer)(y, x)
 
-    def assert_runs(self, rid: str, path: str | None) -> None:
-        """`rid` runs on the weights at `path` (None: on the base alone), in every target and layer."""
+    def assert_step_runs(self, **paths: str | None) -> None:
+        """One step of all these rows: each runs on the weights at its path, whatever the others' ranks and targets are."""
         for target in self.pool.spec.targets:
             for layer in range(self.pool.spec.num_layers):
-                x, added = self.delta([rid], target.name, layer)
-                if path is None:
-                    assert not added.any()
-                else:
-                    expected = expected_delta(self.pool.spec, self.pool.rank, path, target.name, layer, x)
-                    torch.testing.assert_close(added, expected, msg=lambda text: f"{rid} does not run on {path}: {text}")
+                x, added = self.delta(list(paths), target.name, layer)
+                for row, (rid, path) in enumerate(paths.items()):
+                    mine = slice(row, row + 1)
+                    expected = expected_delta(self.pool.spec, self.pool.rank, path or "/nothing", target.name, layer, x[mine])
+                    torch.testing.assert_close(added[mine], expected, msg=lambda text, rid=rid: f"{rid} does not run on its own: {text}")
+
+    def assert_runs(self, rid: str, path: str | None) -> None:
+        """`rid` runs on the weights at `path` (None: on the base alone), in every target and layer."""
+        self.assert_step_runs(**{rid: path})
 
 
 def lora_step(*rids: str, tokens: int | Sequence[int] = 1) -> tuple[LoraStep, StepContext]:
@@ -289,7 +298,7 @@ class Instance:
             reports: list[Rank] = []
             pool = LoraAdapterPool(
                 rank_spec, CPU, tp_rank, tp_size, agree=self.agreement.of(tp_rank), decides=tp_rank == 0,
-                read=reads, on_copy=lambda name, to=reports: to[0].report(name), clock=clock,
+                backend=TorchLoraBackend(), read=reads, on_copy=lambda name, to=reports: to[0].report(name), clock=clock,
             )  # fmt: skip
             reports.append(Rank(pool, reads, clock))
             self.ranks.append(reports[0])

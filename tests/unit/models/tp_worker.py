@@ -34,6 +34,8 @@ def plain_deltas(folder: Path, comm: CommGroup) -> LayerDeltas:
     spec = lora_spec(load_arch(folder), comm.tp_size, max_loras=1, max_lora_rank=LORA_RANK, max_cpu_loras=1)
 
     def layer_delta(target_name: str, layer_idx: int):
+        if not spec.has_target(target_name):
+            return None
         target = spec.target(target_name)
 
         def delta(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

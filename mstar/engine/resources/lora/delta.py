@@ -25,6 +25,27 @@ class LoraLayerDelta:
         self._backend = pool.backend
 
     def __call__(self, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """Add the delta in place and return `y`."""
+        """Add the delta in place and return `y`. Where an adapter of the step changes the base's own output too, that comes first."""
         plan = self._pool.kernel_plan(self._grouping)
-        return y if plan is None else self._backend.add_delta(y, x, self._weights, plan)
+        if plan is None:
+            return y
+        adjusted = self._pool.grouped_rows(self._grouping).adjusted
+        if adjusted is not None:
+            self._backend.adjust_rows(y, self._weights, *adjusted)
+        return self._backend.add_delta(y, x, self._weights, plan)
+
+
+class LoraEmbeddingDelta(LoraLayerDelta):
+    """The same for an embedding: `x [T]` int64 are token ids counted from this rank's first, -1 where the token is another rank's.
+
+    `y [T, hidden]` is what this rank's shard gives, zero for those tokens; the all-reduce that follows makes both sums whole.
+    """
+
+    def __call__(self, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """Add the delta in place and return `y`."""
+        if self._pool.kernel_plan(self._grouping) is None:
+            return y
+        grouped = self._pool.grouped_rows(self._grouping)
+        if grouped.adjusted is not None:
+            self._backend.adjust_rows(y, self._weights, *grouped.adjusted)
+        return self._backend.add_embedding_delta(y, x, self._weights, grouped)

@@ -27,18 +27,28 @@ from typing import Any
 
 import torch
 
-from mstar.engine.resources.base import ASKS, AdmitOutcome, Agree, EngineResourceInfo, Resource, ResourceReqConfig, StepContext, WaitReason
-from mstar.engine.resources.lora.addressing import HostAddressing, LoraAddressing, group_by_slot, rows_of_grouping
-from mstar.engine.resources.lora.backends.base import LayerWeights, LoraBackend
+from mstar.engine.resources.base import (
+    ASKS,
+    AddUp,
+    AdmitOutcome,
+    Agree,
+    EngineResourceInfo,
+    Resource,
+    ResourceReqConfig,
+    StepContext,
+    WaitReason,
+)
+from mstar.engine.resources.lora.addressing import HostAddressing, LoraAddressing, Segment, group_by_slot, rows_of_grouping
+from mstar.engine.resources.lora.backends.base import GroupedRows, LayerWeights, LoraBackend
 from mstar.engine.resources.lora.backends.select import default_backend
-from mstar.engine.resources.lora.delta import LoraLayerDelta
+from mstar.engine.resources.lora.delta import LoraEmbeddingDelta, LoraLayerDelta
 from mstar.engine.resources.lora.host_copy import HostCopy, HostReader
 from mstar.engine.resources.lora.reader import Reader
 from mstar.engine.resources.lora.slots import FAILED, IN_FLIGHT, READY, ZERO_SLOT, AdmitPlan, Install, Reservations, SlotTable
-from mstar.engine.resources.lora.spec import LoraSpec
+from mstar.engine.resources.lora.spec import LOGITS_ROWS, LoraSpec
 from mstar.engine.resources.lora.store import LoraAdapterStore
 from mstar.engine.resources.lora.weights import SlotWeights
-from mstar.errors import AdapterError, CapacityError
+from mstar.errors import AdapterError, CapacityError, WorkerError
 
 Read = Callable[[str, str | None, Callable[[], bool]], HostCopy]
 
@@ -49,6 +59,7 @@ class LoraStep:
 
     rids: tuple[str, ...]
     num_tokens: tuple[int, ...]
+    num_logits: tuple[int, ...] = ()  # how many of a row's tokens give logits; read only where a target sees those rows
 
     @cached_property
     def rid_set(self) -> frozenset[str]:
@@ -67,7 +78,9 @@ class LoraAdapterPool(Resource):
     """See the module. `rank` and `world_size` are the TP rank and degree of the lockstep instance.
 
     `agree` takes this rank's vector (0 ready, 1 in flight, 2 failed; one entry per miss) and returns the elementwise maximum over the
-    ranks; it is needed where `world_size` is above 1. `read` reads a folder and `reader` says when, both replaced in tests.
+    ranks; it is needed where `world_size` is above 1. `add_up` sums a float64 tensor elementwise over the ranks, for adapters with DoRA:
+    called in their admit, after the last agreement and before any slot's weights change, on every rank alike. `read` reads a folder
+    and `reader` says when, both replaced in tests.
     """
 
     def __init__(
@@ -85,6 +98,7 @@ class LoraAdapterPool(Resource):
         on_copy: Callable[[str], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
         reader: Reader | None = None,
+        add_up: AddUp | None = None,
     ) -> None:
         if agree is None and world_size > 1:
             raise ValueError("a pool of several ranks needs `agree`")
@@ -100,6 +114,7 @@ class LoraAdapterPool(Resource):
         self.num_evictions = 0
         self.num_agreements = 0
         self._agree: Agree = agree or (lambda statuses: statuses)
+        self._add_up = add_up
         self._clock = clock
         self._on_copy = on_copy or (lambda name: None)
         self._lock = threading.RLock()
@@ -128,6 +143,7 @@ class LoraAdapterPool(Resource):
         self._plan_key: Any = None
         self._addressings: dict[int, LoraAddressing] = {}
         self._kernel_plans: dict[int, Any] = {}
+        self._grouped: dict[int, GroupedRows] = {}
         self._active = False
         self._buffers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._thread = threading.local()
@@ -137,7 +153,9 @@ class LoraAdapterPool(Resource):
     @classmethod
     def build(cls, spec: LoraSpec, info: EngineResourceInfo) -> LoraAdapterPool:
         """The pool of one node on one rank."""
-        return cls(spec, info.device, info.tp_rank, info.tp_size, dtype=info.dtype, agree=info.agree, decides=info.decides)
+        return cls(
+            spec, info.device, info.tp_rank, info.tp_size, dtype=info.dtype, agree=info.agree, decides=info.decides, add_up=info.add_up
+        )
 
     @property
     def store(self) -> LoraAdapterStore[HostCopy]:
@@ -326,8 +344,8 @@ class LoraAdapterPool(Resource):
             self._agree_on(plan)
         with self._lock:
             installs = plan.finish()
-            for install in installs:
-                self._install(install)
+        self._install(installs)
+        with self._lock:
             self._settle(rows, plan.failed, ctx)
 
     def rollback_admit(self, step: LoraStep, ctx: StepContext) -> None:
@@ -344,23 +362,30 @@ class LoraAdapterPool(Resource):
             self._active = bool(self._kernel_plans)
             return self._addressings.get(1)
         self._plan_key = key
-        self._addressings, self._kernel_plans = {}, {}
+        self._addressings, self._kernel_plans, self._grouped = {}, {}, {}
         row_slots: list[int] = []
         row_tokens: list[int] = []
-        for rid, count in zip(step.rids, step.num_tokens, strict=True):
+        row_logits: list[int] = []
+        for index, (rid, count) in enumerate(zip(step.rids, step.num_tokens, strict=True)):
             if count and rid not in ctx.failed:
                 row_slots.append(self._table.slot_of_request(rid) or ZERO_SLOT)
                 row_tokens.append(count)
+                row_logits.append(step.num_logits[index] if step.num_logits else 0)
         self._active = any(row_slots)
         if not self._active:
             return None
         for grouping in {1} | {target.row_grouping for target in self.spec.targets}:
-            host = group_by_slot(row_slots, rows_of_grouping(row_tokens, grouping), self.spec.max_loras + 1)
+            if grouping == LOGITS_ROWS:
+                assert step.num_logits, "a pool that adapts the head must be told which rows give logits"
+            counts = row_logits if grouping == LOGITS_ROWS else rows_of_grouping(row_tokens, grouping)
+            host = group_by_slot(row_slots, counts, self.spec.max_loras + 1)
             addressing = self._to_device(grouping, host)
             self._addressings[grouping] = addressing
             segments = host.segments()
-            ranks = [self._weights.slot_rank(segment.slot) for segment in segments]
-            self._kernel_plans[grouping] = self.backend.plan(addressing, segments, ranks)
+            ranks = tuple(self._weights.slot_rank(segment.slot) for segment in segments)
+            if segments:  # no row of an adapter gives logits in a step of chunks
+                self._kernel_plans[grouping] = self.backend.plan(addressing, segments, ranks)
+                self._grouped[grouping] = GroupedRows(addressing, segments, ranks, self._adjusted(addressing, segments))
         return self._addressings[1]
 
     def commit(self, step: LoraStep, ctx: StepContext) -> None:
@@ -380,9 +405,14 @@ class LoraAdapterPool(Resource):
         """What the backend planned for this step, or None where nothing is added (no adapter row, or `base_only`)."""
         return self._kernel_plans.get(grouping) if self.active else None
 
+    def grouped_rows(self, grouping: int) -> GroupedRows:
+        """The addressing of rows of `grouping` with what the host knows of it; KeyError where `kernel_plan` is None."""
+        return self._grouped[grouping]
+
     def layer_delta(self, target: str, layer_idx: int) -> LoraLayerDelta:
-        """What a layer calls to add `target`'s delta at stack layer `layer_idx`."""
-        return LoraLayerDelta(self, target, layer_idx)
+        """What a layer calls to add `target`'s delta at stack layer `layer_idx` (0 for head and embedding)."""
+        kind = LoraEmbeddingDelta if self.spec.target(target).is_embedding else LoraLayerDelta
+        return kind(self, target, layer_idx)
 
     def layer_weights(self, target: str, layer_idx: int) -> LayerWeights:
         """Views of every slot's weights at one target and layer."""
@@ -496,10 +526,31 @@ class LoraAdapterPool(Resource):
         state = self._store.state(name)
         return state if state == READY else FAILED
 
-    def _install(self, install: Install) -> None:
-        self._weights.install(install.slot, self._store.copy(install.adapter))
-        self.num_installs += 1
-        self.num_evictions += install.evicted is not None
+    def _install(self, installs: Sequence[Install]) -> None:
+        """Fill the slots, in row order. Where copies need the other ranks' squares (DoRA), one sum for all of them comes first."""
+        copies = [self._store.copy(install.adapter) for install in installs]
+        adding = [copy for copy in copies if copy.adds_squares]
+        summed = iter(self._summed(self._weights.squares(adding)) if adding else ())
+        for install, copy in zip(installs, copies, strict=True):
+            self._weights.install(install.slot, copy, next(summed) if copy.adds_squares else None)
+            self.num_installs += 1
+            self.num_evictions += install.evicted is not None
+
+    def _summed(self, squares: torch.Tensor) -> torch.Tensor:
+        if self.world_size == 1:
+            return squares
+        if self._add_up is None:
+            raise WorkerError("a pool of several ranks needs `add_up` to install an adapter with DoRA")
+        return self._add_up(squares)
+
+    def _adjusted(self, addressing: LoraAddressing, segments: Sequence[Segment]) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """The rows of slots that change the base's output, and each one's slot."""
+        found = [segment for segment in segments if self._weights.adjusts(segment.slot)]
+        if not found:
+            return None
+        rows = torch.cat([addressing.token_order[segment.start : segment.start + segment.length] for segment in found])
+        slots = torch.tensor([segment.slot for segment in found for _ in range(segment.length)], device=self.device)
+        return rows, slots
 
     def _settle(self, rows: Sequence[tuple[str, str]], failed: set[str], ctx: StepContext) -> None:
         taken = []

@@ -91,6 +91,7 @@ class LoraAdapterStore(Generic[Copy]):
         self._queue: deque[_Task[Copy]] = deque()
         self._running: _Task[Copy] | None = None
         self._urgent: frozenset[str] = frozenset()  # read ahead of the queue and over the bound
+        self._num_ready = 0
         self._num_reads = 0
         self._num_failures = 0
         self._reader.start(self)
@@ -267,9 +268,8 @@ class LoraAdapterStore(Generic[Copy]):
     def _next_task(self) -> _Task[Copy] | None:
         """The first task that may run: the tier's bound holds back reads that no admit waits for."""
         self._trim()
-        copies = sum(1 for entry in self._entries.values() if entry.state == READY)
         for position, task in enumerate(self._queue):
-            if task.name is None or copies < self._capacity or task.name in self._urgent:
+            if task.name is None or self._num_ready < self._capacity or task.name in self._urgent:
                 del self._queue[position]
                 return task
         return None
@@ -291,6 +291,7 @@ class LoraAdapterStore(Generic[Copy]):
             if entry is not None and entry.source is task.source and entry.state == IN_FLIGHT:
                 entry.copy, entry.error = copy, error
                 entry.state = READY if error is None else FAILED
+                self._num_ready += entry.state == READY
                 entry.seconds = self._clock() - (task.started or self._clock())
                 if entry.holders <= 0 and entry.state == FAILED:
                     self._drop(name)
@@ -303,18 +304,17 @@ class LoraAdapterStore(Generic[Copy]):
 
     def _trim(self) -> None:
         """Let go of the least recently used copies that no request holds, down to the bound."""
-        ready = [name for name, entry in self._entries.items() if entry.state == READY]
-        excess = len(ready) + self._wants_place() - self._capacity
-        for name in ready:
-            if excess <= 0:
-                return
-            if self._entries[name].holders <= 0:
-                self._drop(name)
-                excess -= 1
+        excess = self._num_ready + self._wants_place() - self._capacity
+        if excess <= 0:
+            return
+        idle = [name for name, entry in self._entries.items() if entry.state == READY and entry.holders <= 0]
+        for name in idle[:excess]:
+            self._drop(name)
 
     def _wants_place(self) -> int:
         return 1 if any(task.name is not None for task in self._queue) else 0
 
     def _drop(self, name: str) -> None:
-        self._entries.pop(name, None)
+        entry = self._entries.pop(name, None)
+        self._num_ready -= entry is not None and entry.state == READY
         self._queue = deque(task for task in self._queue if task.name != name)

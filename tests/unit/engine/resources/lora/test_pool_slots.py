@@ -8,7 +8,7 @@ import torch
 from mstar.engine.resources.lora.backends.torch_backend import TorchLoraBackend
 from mstar.engine.resources.lora.slots import ZERO_SLOT
 from mstar.errors import CapacityError
-from tests.unit.engine.lora_pools import PATIENCE_S, expected_delta, lora_step, path_of
+from tests.unit.engine.lora_pools import PATIENCE_S, adapter_at, expected_delta, lora_step, path_of
 
 
 def test_l01_slots_and_their_memory_are_fixed_whatever_passes_through(instances):
@@ -43,6 +43,20 @@ def test_l01_a_backend_runs_against_the_addressing_and_the_slots_and_nothing_els
     for token, path in enumerate(paths):
         expected = torch.zeros(1, 6) if path is None else expected_delta(pool.spec, 0, path, "down", 1, x[token : token + 1])
         torch.testing.assert_close(by_pool[token : token + 1], expected)
+
+
+def test_l01_a_slot_filled_anew_keeps_nothing_of_its_last_adapter(instances):
+    """Adapters of different ranks turn over in one slot, beside one of the largest rank that kernels read up to."""
+    instance = instances(max_loras=2, adapters="ABCDEFGHIJ")
+    instance.serve("N", "/nothing")
+    widest = max("ABCDEFGHIJ", key=lambda name: adapter_at(instance.pool.spec, path_of(name)).pairs[0, "mlp.down"].rank)
+    instance.run("wide", widest)
+    instance.ingest("base", None)
+    for number, name in enumerate("ABCNDEFNGHIJA"):
+        instance.run(f"r{number}", name)
+        path = "/nothing" if name == "N" else path_of(name)
+        instance.leader.assert_step_runs(**{"wide": path_of(widest), f"r{number}": path, "base": None})
+        instance.remove(f"r{number}")
 
 
 def test_l02_slot_0_is_never_handed_out(instances):
