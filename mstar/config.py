@@ -93,6 +93,7 @@ class ServeConfig(BaseModel):
     start_timeout_s: float = Field(300.0, gt=0, description="Longest start, until every rank is ready.")
     shutdown_timeout_s: float = Field(30.0, gt=0, description="How long running requests may finish at a stop.")
 
+    record: str | None = Field(None, description="File in which the leader records every decision, for `mstar replay`.")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="What is logged.")
 
     @field_validator("lora_modules", mode="before")

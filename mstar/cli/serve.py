@@ -39,7 +39,7 @@ _PANELS: dict[str, tuple[str, ...]] = {
         ),
         *("lora_dir", "enable_hub_adapters", "registry_file", "enable_runtime_lora"),
     ),
-    "HTTP": ("host", "port", "api_key", "admin_key", "max_body_bytes", "max_logprobs", "log_level"),
+    "HTTP": ("host", "port", "api_key", "admin_key", "max_body_bytes", "max_logprobs", "log_level", "record"),
     "Timeouts": (
         *("lora_read_timeout_s", "agreement_timeout_s", "stuck_rank_timeout_s", "ingest_wait_s", "hint_wait_s", "start_timeout_s"),
         "shutdown_timeout_s",

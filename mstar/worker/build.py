@@ -35,6 +35,25 @@ log = logging.getLogger(__name__)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
+class LoadAgreement:
+    """The load agreement: one MAX all-reduce of a vector of fixed size, since a step has at most as many misses as rows.
+
+    `on_result` sees each outcome, without the padding.
+    """
+
+    def __init__(self, comm: CommGroup, width: int) -> None:
+        self._comm = comm
+        self._width = width
+        self.on_result: Callable[[list[int]], None] = lambda result: None
+
+    def __call__(self, statuses: list[int]) -> list[int]:
+        """The elementwise maximum over the ranks. Raises WorkerError when a rank is gone or the bound is over."""
+        padding = [0] * (self._width - len(statuses))
+        result = self._comm.agree_max([*statuses, *padding])[: len(statuses)]
+        self.on_result(result)
+        return result
+
+
 @dataclass(frozen=True)
 class Rank:
     """One rank, ready to step."""
@@ -47,6 +66,7 @@ class Rank:
     runner: Runner
     pool: LoraAdapterPool | None
     kv: KvResource
+    agreement: LoadAgreement
     max_model_len: int
     weights_bytes: int
     slots_bytes: int
@@ -62,7 +82,8 @@ def build_rank(launch: RankLaunch, tp_rank: int, on_copy: Callable[[str], None])
     arch = load_arch(config.model)
     dtype = DTYPES[arch.dtype if config.dtype == "auto" else config.dtype]
     max_model_len = config.max_model_len or min(arch.max_position_embeddings, 8192)
-    pool = _build_pool(config, arch, comm, dtype, device, on_copy) if config.enable_lora else None
+    agreement = LoadAgreement(comm, config.max_num_seqs)
+    pool = _build_pool(config, arch, comm, agreement, dtype, device, on_copy) if config.enable_lora else None
     heads = plan_heads(arch.num_heads, arch.num_kv_heads, tp_size)
     first, last = heads.kv_ranges[tp_rank]
     page_bytes = KvCache.page_bytes(arch.num_layers, config.block_size, last - first, arch.head_dim, dtype)
@@ -82,7 +103,7 @@ def build_rank(launch: RankLaunch, tp_rank: int, on_copy: Callable[[str], None])
         tp_rank, held / 1e6, slots / 1e6, config.max_loras, config.max_lora_rank, num_pages, config.block_size,
         num_pages * page_bytes / 1e6, str(dtype).removeprefix("torch."), device, torch.get_num_threads(),
     )  # fmt: skip
-    return Rank(launch, config, tp_rank, arch, comm, runner, pool, kv, max_model_len, held, slots)
+    return Rank(launch, config, tp_rank, arch, comm, runner, pool, kv, agreement, max_model_len, held, slots)
 
 
 def _delta(pool: LoraAdapterPool, target: str, layer_idx: int) -> Delta | None:
@@ -91,7 +112,13 @@ def _delta(pool: LoraAdapterPool, target: str, layer_idx: int) -> Delta | None:
 
 
 def _build_pool(
-    config: ServeConfig, arch: ModelArch, comm: CommGroup, dtype: torch.dtype, device: torch.device, on_copy: Callable[[str], None]
+    config: ServeConfig,
+    arch: ModelArch,
+    comm: CommGroup,
+    agreement: LoadAgreement,
+    dtype: torch.dtype,
+    device: torch.device,
+    on_copy: Callable[[str], None],
 ) -> LoraAdapterPool:
     spec = lora_spec(
         arch,
@@ -111,19 +138,13 @@ def _build_pool(
         hint_wait_s=config.hint_wait_s,
         copy_wait_s=(config.lora_read_timeout_s + config.agreement_timeout_s) / 2,
     )
-    width = config.max_num_seqs
-
-    def agree(statuses: list[int]) -> list[int]:
-        """One MAX all-reduce of a vector of fixed size: a step has at most as many misses as rows."""
-        return comm.agree_max([*statuses, *([0] * (width - len(statuses)))])
-
     return LoraAdapterPool(
         spec,
         device,
         comm.tp_rank,
         comm.tp_size,
         dtype=dtype,
-        agree=agree if comm.tp_size > 1 else None,
+        agree=agreement,
         add_up=comm.agree_sum,
         decides=comm.tp_rank == 0,
         on_copy=on_copy,

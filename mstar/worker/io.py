@@ -89,6 +89,7 @@ class LoadDone:
     """A load that the front asked for has ended on the reader thread."""
 
     load_id: int
+    name: str
     future: Future[None]
 
 

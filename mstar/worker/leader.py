@@ -20,6 +20,7 @@ from mstar.errors import RequestError, WorkerError
 from mstar.wire import front_rank, leader_follower
 from mstar.worker.build import Rank
 from mstar.worker.io import Event, FromFollower, FrontChanged, RankIo
+from mstar.worker.recording import LeaderRecord
 from mstar.worker.shell import RankShell
 
 log = logging.getLogger(__name__)
@@ -40,6 +41,7 @@ class Leader(RankShell):
         self._adapter_of: dict[str, str | None] = {}
         self._cached: dict[str, int] = {}
         self._announced: list[str] = []
+        self._record = LeaderRecord(rank)
         self._eos = frozenset(rank.arch.eos_token_ids)
 
     def run(self) -> None:
@@ -69,10 +71,19 @@ class Leader(RankShell):
 
     def ingested(self, message: front_rank.Ingest) -> None:
         """Queue the request for admission."""
+        self._record.ingested(message)
         uses_slot = self._pool is not None and self._pool.runs_adapters([message.rid])
         tokens = len(message.prompt) + len(message.output) if message.sampling is not None else 0
         self._adapter_of[message.rid] = message.adapter
         self._scheduler.add(message.rid, tokens, uses_slot=uses_slot)
+
+    def served(self, name: str) -> None:
+        """For the recording."""
+        self._record.served(name, has_something=self._pool is not None and self._pool.has_something(name))
+
+    def unserved(self, name: str) -> None:
+        """For the recording."""
+        self._record.unserved(name)
 
     def abort(self, rid: str) -> None:
         """The client went away: free its slot, pages and place now. One that ended already is no news."""
@@ -117,10 +128,12 @@ class Leader(RankShell):
                 self._cached[row.rid] = row.start
         step = self._sequence.step(choice.rows, choice.preempted)
         self._io.to_followers(step)
+        self._record.sent(step)
         self._announce([row.rid for row in choice.rows], step.seq)
         self._io.progress.begin(f"in step {step.seq}")
         outcome = self._runner.execute(step, lambda fingerprint: self._sequence.admitted(step.seq, fingerprint))
         self._io.progress.done()
+        self._record.ran(outcome, self._scheduler)
         self._scheduler.committed(step.rows, outcome.sampled)
         self._publish(outcome)
         return True
@@ -169,6 +182,7 @@ class Leader(RankShell):
         """The one exit path: a Remove to every rank, everything it held is free here now."""
         remove = self._sequence.remove(rid)
         self._io.to_followers(remove)
+        self._record.sent(remove)
         self._runner.remove(rid)
         self._scheduler.finish(rid)
         self._adapter_of.pop(rid, None)

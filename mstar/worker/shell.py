@@ -45,7 +45,16 @@ class RankShell:
         elif isinstance(event, CopyIn):
             self.copy_in(event.name)
         elif isinstance(event, LoadDone):
-            self._answer_load(event.load_id, event.future.exception())
+            error = event.future.exception()
+            if error is None and self._pool is not None:
+                self.served(event.name)
+            self._answer_load(event.load_id, error)
+
+    def served(self, name: str) -> None:
+        """New requests may name this generation."""
+
+    def unserved(self, name: str) -> None:
+        """No new requests on this generation."""
 
     def copy_in(self, name: str) -> None:
         """This rank's reader finished a read."""
@@ -111,6 +120,7 @@ class RankShell:
         elif isinstance(message, front_rank.Unload):
             if self._pool is not None:
                 self._pool.unload_adapter(message.name)
+                self.unserved(message.name)
         elif isinstance(message, front_rank.AskStatus):
             self._io.to_front(self.stats(message.token))
         elif isinstance(message, front_rank.Stop):
@@ -137,13 +147,14 @@ class RankShell:
         try:
             if not message.verify:
                 pool.register_adapter(message.name, message.path, message.digest, has_something=message.has_something)
+                self.served(message.name)
                 self._answer_load(message.load_id, None)
                 return
             future = pool.load_adapter_async(message.name, message.path, message.digest)
         except RequestError as error:
             self._answer_load(message.load_id, error)
             return
-        future.add_done_callback(lambda done: self._io.put(LoadDone(message.load_id, done)))
+        future.add_done_callback(lambda done: self._io.put(LoadDone(message.load_id, message.name, done)))
 
     def _answer_load(self, load_id: int, error: BaseException | None) -> None:
         if error is None:

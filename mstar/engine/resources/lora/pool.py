@@ -9,7 +9,8 @@ its first admit and holds it until it is removed.
 An admit with misses, the only point at which ranks talk:
 
     locked: resident rows take slots, candidates are listed ─► agree where copies stand ─► [wait for copies ─► agree again]
-            ─► rows that failed anywhere fail here ─► candidates go to the other misses in row order ─► weights are copied in
+            ─► rows that failed anywhere fail here ─► candidates go to the other misses in row order
+            ─► [one sum over the ranks of what DoRA's norms need] ─► weights are copied in
 
 Step thread, but for the reader's callbacks. The lock guards names and requests; no read and no wait happens under it.
 """
@@ -214,6 +215,11 @@ class LoraAdapterPool(Resource):
                 return False
             self._forget(name)
             return True
+
+    def has_something(self, name: str) -> bool:
+        """Whether a served adapter has targets in this pool."""
+        with self._lock:
+            return self._has_something.get(name, True)
 
     def serves(self, name: str) -> bool:
         """Whether new requests may name it."""
