@@ -1,4 +1,4 @@
-# make demo | serve | test | test-all | check | fmt | sim | mutants | bench | clean
+# make demo | serve | test | test-all | check | docs | fmt | sim | mutants | bench | clean
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -7,7 +7,7 @@ SEEDS ?= 2000
 JOBS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help install model demo serve test test-all check fmt sim mutants bench clean
+.PHONY: help install model demo serve test test-all check docs fmt sim mutants bench clean
 
 help: ## What there is
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -40,6 +40,9 @@ check: $(INSTALLED) ## Lint, format, types, import rules
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports --no-logo
+
+docs: $(INSTALLED) ## Write docs/adapters.md from the table that the loader uses
+	@$(BIN)/mstar adapters catalogue --write docs/adapters.md
 
 fmt: $(INSTALLED) ## Format and fix what can be fixed
 	@$(BIN)/ruff check --fix .

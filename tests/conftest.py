@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: test processes run side by side, one to a core
 
 GPU_FOLDER = Path(__file__).parent / "gpu"
 

@@ -36,6 +36,12 @@ class AdminClient:
         timeout = httpx.Timeout(LOAD_TIMEOUT_S, connect=CONNECT_TIMEOUT_S)
         self._http = httpx.Client(base_url=self._url, timeout=timeout, transport=transport)
 
+    def __enter__(self) -> AdminClient:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._http.close()
+
     def adapters(self) -> list[dict[str, Any]]:
         """The cards of all served adapters, by name."""
         cards: list[dict[str, Any]] = []

@@ -52,8 +52,7 @@ def list_served(*, url: Url = DEFAULT_URL, api_key: ApiKey = None, as_json: AsJs
     """List the served adapters: where each is (slot, host memory, disk), and how many requests run on it."""
     from mstar.adapters.tables import served_rows, served_table
 
-    with _readable_errors(as_json=as_json):
-        client = _client(url, api_key, None)
+    with _readable_errors(as_json=as_json), _client(url, api_key, None) as client:
         cards = client.adapters()
         rows = served_rows(cards, _status(client))
     _show({"adapters": rows}, as_json=as_json, table=served_table(rows))
@@ -71,8 +70,7 @@ def load(
     as_json: AsJson = False,
 ) -> None:
     """Serve an adapter; done when every rank has read and checked it."""
-    with _readable_errors(as_json=as_json):
-        client = _client(url, None, admin_key)
+    with _readable_errors(as_json=as_json), _client(url, None, admin_key) as client:
         _patiently(f"loading {name}", lambda: client.load(name, path, load_inplace=inplace, pinned=pinned))
     _show({"name": name, "loaded": True}, as_json=as_json, text=escape(f"{name} is served from {path}"))
 
@@ -155,8 +153,7 @@ def catalogue(
 
 
 def _call(verb: str, name: str, url: str, admin_key: str | None, *, as_json: bool, done: str) -> None:
-    with _readable_errors(as_json=as_json):
-        client = _client(url, None, admin_key)
+    with _readable_errors(as_json=as_json), _client(url, None, admin_key) as client:
         _patiently(f"{verb} {name}", lambda: client.name_only(verb, name))
     _show({"name": name, verb: True}, as_json=as_json, text=escape(f"{name} {done}"))
 

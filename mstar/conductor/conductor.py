@@ -101,8 +101,9 @@ class Conductor:
                 self._registry.put(replace(adapter, generation=self._registry.draw_generation(adapter.name)))
         if adapters:
             log.info("%d adapters come back from the registry file", len(self._registry))
-        save, registry = self._registry_file.save, self._registry
-        self._registry.on_change = lambda: save(registry.adapters())
+        file, registry = self._registry_file, self._registry
+        file.begin(registry.adapters())
+        registry.on_change = lambda name: file.changed(name, registry.get(name), len(registry), registry.adapters)
         return same_run
 
     def drain(self) -> None:

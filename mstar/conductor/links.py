@@ -33,6 +33,7 @@ from mstar.wire.channel import (
 from mstar.wire.security import allow_ranks_only, curve_for
 
 BEAT_S = 0.2
+REPORT_S = 5.0  # refused hellos are logged once in so long
 SILENT_S = 5.0  # a rank that has not been heard for so long is reported
 
 log = logging.getLogger(__name__)
@@ -88,6 +89,7 @@ class RankLinks:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._beating: asyncio.Task[None] | None = None
         self._check_scheduled = False
+        self._refused_at = -REPORT_S
 
     @property
     def is_up(self) -> bool:
@@ -183,17 +185,22 @@ class RankLinks:
         if message is not None:
             self._on_message(tp_rank, message)
 
-    def _is_ours(self, identity: bytes, epoch: str, message: front_rank.RankReady) -> bool:
-        return (
-            message.tp_size == self._tp_size
-            and 0 <= message.tp_rank < self._tp_size
-            and identity == front_rank.rank_identity(message.tp_rank, epoch)
-            and hmac.compare_digest(message.secret.encode(), self._secret.encode())
-        )
+    def _refusal(self, identity: bytes, epoch: str, message: front_rank.RankReady) -> str | None:
+        if not hmac.compare_digest(message.secret.encode(), self._secret.encode()):
+            return "it does not belong to this front's supervisor"
+        if message.tp_size != self._tp_size:
+            return f"it is one of {message.tp_size} ranks, this front serves {self._tp_size}"
+        if not 0 <= message.tp_rank < self._tp_size or identity != front_rank.rank_identity(message.tp_rank, epoch):
+            return "it is not what it says"
+        return None
 
     def _take_ready(self, identity: bytes, epoch: str, message: front_rank.Hello) -> None:
-        if not isinstance(message, front_rank.RankReady) or not self._is_ours(identity, epoch, message):
+        refusal = self._refusal(identity, epoch, message) if isinstance(message, front_rank.RankReady) else "it is no rank"
+        if refusal is not None or not isinstance(message, front_rank.RankReady):
             self._on_dropped()
+            if time.monotonic() - self._refused_at > REPORT_S:
+                self._refused_at = time.monotonic()
+                log.warning("somebody who wants to be a rank is refused: %s", refusal)
             return
         if epoch != self._instance_epoch:
             self._down("the ranks started anew")

@@ -45,7 +45,7 @@ class Registry:
         self._adapters: dict[str, Adapter] = {}
         self._names: list[str] = []  # sorted
         self._claims: Counter[str] = Counter()  # names of loads under way
-        self.on_change: Callable[[], None] = lambda: None  # called after every put and pop
+        self.on_change: Callable[[str], None] = lambda name: None  # called with the name after every put and pop
         self._drawn = 0
 
     def __len__(self) -> int:
@@ -97,7 +97,7 @@ class Registry:
         if before is None:
             insort(self._names, adapter.name)
         self._adapters[adapter.name] = adapter
-        self.on_change()
+        self.on_change(adapter.name)
         return before
 
     def pop(self, name: str) -> Adapter | None:
@@ -105,7 +105,7 @@ class Registry:
         popped = self._adapters.pop(name, None)
         if popped is not None:
             del self._names[bisect_left(self._names, name)]
-        self.on_change()
+            self.on_change(name)
         return popped
 
     def resolve(self, model: str) -> Adapter | None:

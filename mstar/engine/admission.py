@@ -28,6 +28,7 @@ class Verdict(Enum):
     WAITS_READ = "read"
     WAITS_SLOT = "slot"
     WAITS_PAGES = "pages"
+    WAITS_TURN = "turn"  # not tried: an earlier one may not be passed any more
     FULL = "full"  # the step has no room for any further request: stop
 
     @staticmethod
@@ -44,7 +45,7 @@ class Waiting:
     rid: str = field(compare=False)
     uses_slot: bool = field(compare=False)
     passes: int = field(default=0, compare=False)
-    waits_for: str = field(default="", compare=False)
+    waits_for: Verdict | None = field(default=None, compare=False)
 
 
 class AdmissionQueue:
@@ -79,8 +80,8 @@ class AdmissionQueue:
             del self._entries[bisect.bisect_left(self._entries, entry)]
 
     def waits(self) -> dict[str, str]:
-        """What each request was last found to wait for: a verdict's word, or `turn` where an earlier one may not be passed any more."""
-        return {entry.rid: entry.waits_for for entry in self._entries if entry.waits_for}
+        """What each request was last found to wait for, as a verdict's word; those not looked at yet are left out."""
+        return {entry.rid: entry.waits_for.value for entry in self._entries if entry.waits_for is not None}
 
     def admit(self, attempt: Callable[[str], Verdict]) -> list[str]:
         """Try the waiting requests in order; returns those admitted."""
@@ -90,10 +91,10 @@ class AdmissionQueue:
         slot_closed = pages_closed = False
         for entry in list(self._entries):
             if pages_closed or (slot_closed and entry.uses_slot):
-                entry.waits_for = "turn"
+                entry.waits_for = Verdict.WAITS_TURN
                 continue
             verdict = attempt(entry.rid)
-            entry.waits_for = verdict.value
+            entry.waits_for = verdict
             if verdict is Verdict.FULL:
                 break
             if verdict is Verdict.ADMITTED:
@@ -106,10 +107,10 @@ class AdmissionQueue:
                 pages_closed = pages_closed or self._is_closed(waiting_pages)
             elif verdict is Verdict.WAITS_SLOT:
                 waiting_slot.append(entry)
-                slot_closed = slot_closed or self._is_closed([entry])
+                slot_closed = slot_closed or entry.passes >= self._max_passes
             elif verdict is Verdict.WAITS_PAGES:
                 waiting_pages.append(entry)
-                pages_closed = pages_closed or self._is_closed([entry])
+                pages_closed = pages_closed or entry.passes >= self._max_passes
         return admitted
 
     def _is_closed(self, waiting: Sequence[Waiting]) -> bool:

@@ -46,12 +46,11 @@ class LayerWeights:
 
 @dataclass(frozen=True)
 class DecoderWeights:
-    """This rank's shard of the model: `embedding [vocabulary of this rank, hidden]`, which tied heads share with `lm_head`.
-
-    `size_bytes` is what all of it takes on this rank.
+    """This rank's shard of the model. `embedding` looks up rows: ids `[T]` of this rank's vocabulary to `[T, hidden]`; a tied head
+    shares its weight with `lm_head`. `size_bytes` is what all of it takes on this rank.
     """
 
-    embedding: Tensor
+    embedding: Product
     layers: tuple[LayerWeights, ...]
     final_norm: Tensor
     lm_head: Product
@@ -103,12 +102,12 @@ class Decoder:
         """Look up `tokens [T]` in the ranks' shards of the vocabulary: a token elsewhere counts zero here, the sum is whole."""
         delta = self._embedding_delta
         if self._comm.tp_size == 1:
-            x = F.embedding(tokens, self.weights.embedding)
+            x = self.weights.embedding(tokens)
             return x if delta is None else delta(x, tokens)
         start, stop = self._vocab_cuts[self._comm.tp_rank]
         elsewhere = (tokens < start) | (tokens >= stop)
         local = (tokens - start).masked_fill_(elsewhere, 0)
-        x = F.embedding(local, self.weights.embedding).masked_fill_(elsewhere[:, None], 0)
+        x = self.weights.embedding(local).masked_fill_(elsewhere[:, None], 0)
         if delta is not None:
             x = delta(x, local.masked_fill_(elsewhere, -1))
         return self._comm.all_reduce(x)

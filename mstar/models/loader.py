@@ -20,12 +20,14 @@ from torch import Tensor
 
 from mstar.distributed.comm import CommGroup
 from mstar.distributed.linear import Product, linear_product
+from mstar.distributed.linear_cpu import CpuLinear
 from mstar.distributed.shards import Range, even_cuts, plan_heads
 from mstar.engine.resources.attention.base import AttentionBackend
 from mstar.errors import ConfigError
 from mstar.models.arch import ModelArch
 from mstar.models.decoder import Decoder, DecoderWeights, LayerDeltas, LayerWeights
 from mstar.models.rope import Rope
+from mstar.native.pages import HugePages
 
 
 def load_decoder(
@@ -118,6 +120,7 @@ class _ShardReader:
         self._mlp = even_cuts(arch.intermediate_size, comm.tp_size)[comm.tp_rank]
         self._vocab = even_cuts(arch.vocab_size, comm.tp_size)[comm.tp_rank]
         self._size_bytes = 0
+        self._pages = HugePages()
 
     def decoder(self) -> DecoderWeights:
         """The whole shard."""
@@ -126,11 +129,14 @@ class _ShardReader:
         embedding = self._rows([("model.embed_tokens.weight", vocabulary, self._vocab)])
         layers = tuple(self._layer(f"model.layers.{index}.") for index in range(arch.num_layers))
         final_norm = self._vector("model.norm.weight", arch.hidden_size)
-        if arch.tie_word_embeddings:
-            lm_head: Product = partial(F.linear, weight=embedding)  # plain: a packed copy would be a second embedding
+        lookup: Product = partial(F.embedding, weight=embedding)
+        if not arch.tie_word_embeddings:
+            lm_head = linear_product(self._rows([("lm_head.weight", vocabulary, self._vocab)]), None, self._pages)
+        elif (tied := CpuLinear.create(embedding, None, self._pages)) is not None:
+            lookup, lm_head = tied.rows, tied
         else:
-            lm_head = linear_product(self._rows([("lm_head.weight", vocabulary, self._vocab)]))
-        return DecoderWeights(embedding, layers, final_norm, lm_head, self._size_bytes)
+            lm_head = partial(F.linear, weight=embedding)  # plain: a packed copy would be a second embedding
+        return DecoderWeights(lookup, layers, final_norm, lm_head, self._size_bytes)
 
     def _layer(self, prefix: str) -> LayerWeights:
         arch = self._arch
@@ -155,7 +161,7 @@ class _ShardReader:
         """A fused column-parallel linear of `(module, output features, this rank's cut)` parts, one after the other."""
         weight = self._rows([(f"{name}.weight", (size, self._arch.hidden_size), cut) for name, size, cut in parts])
         bias = self._rows([(f"{name}.bias", (size,), cut) for name, size, cut in parts]) if has_bias else None
-        return linear_product(weight, bias)
+        return linear_product(weight, bias, self._pages)
 
     def _row(self, name: str, in_size: int, cut: Range, *, has_bias: bool) -> Product:
         """A row-parallel linear: this rank's input columns; the bias on the first rank alone, so that the sum has it once."""
@@ -163,7 +169,7 @@ class _ShardReader:
         weight = self._new((self._arch.hidden_size, cut[1] - cut[0]))
         weight.copy_(view[:, cut[0] : cut[1]])
         bias = self._vector(f"{name}.bias", self._arch.hidden_size) if has_bias and self._is_first else None
-        return linear_product(weight, bias)
+        return linear_product(weight, bias, self._pages)
 
     def _rows(self, parts: Sequence[tuple[str, tuple[int, ...], Range]]) -> Tensor:
         """Rows `cut` of each `(tensor, whole shape, cut)`, stacked in one new tensor."""

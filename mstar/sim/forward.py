@@ -21,6 +21,8 @@ from mstar.sim.tiny import TARGET
 from mstar.sim.world import Violation, World
 from mstar.types import Row
 
+_ROUNDING = 0.01  # of a mark; two marks differ by one, a stale row adds a quarter
+
 
 class ModelRank(Protocol):
     """The rank that runs the model."""
@@ -88,7 +90,7 @@ class TinyModel:
             if not any(expected) and not pool.active:
                 continue
             found = delta(torch.zeros(num_tokens, 1), torch.ones(num_tokens, 1))[:, 0].tolist()
-            if found != expected:
+            if any(abs(one - other) > _ROUNDING for one, other in zip(found, expected, strict=True)):
                 shown = [f"{row.rid}×{row.num_tokens}" for row in rows]
                 raise Violation("weights", f"{self._rank.name}, {node}, rows {shown}: read marks {found}, expected {expected}")
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from mstar.engine.admission import AdmissionQueue, Verdict
 from mstar.engine.resources.lora.slots import IN_FLIGHT, READY, AdmitPlan, Reservations, SlotTable
 from mstar.sim.tally import Tally
-from mstar.sim.tier import Gate, timed_store
+from mstar.sim.tier import Gate, TimedReader, timed_store
 from mstar.sim.workload import BASE, Workload, read_times_s
 from mstar.sim.world import Violation
 
@@ -40,8 +40,8 @@ class PlanSpec:
     token_s: float = 0.00005
     install_s: float = 0.002
     agree_s: float = 0.0005
-    read_s: float = 0.2
-    read_p99_s: float = 0.8
+    read_s: float = 0.1
+    read_p99_s: float = 0.4
     hint_wait_s: float = 2.0
     seed: int = 0
     check: bool = False
@@ -73,17 +73,18 @@ class Planner:
         num_ranks = spec.ranks if spec.check else 1
         per_draw = 1 if spec.check else spec.ranks
         self._tables = [SlotTable(spec.slots) for _ in range(num_ranks)]
-        self._stores = [
-            timed_store(spec.host_tier, read_times_s(spec.read_s, spec.read_p99_s, per_draw, spec.seed + rank), self._after, self._copy_in)
-            for rank in range(num_ranks)
+        self._readers = [
+            TimedReader(read_times_s(spec.read_s, spec.read_p99_s, per_draw, spec.seed + rank), self._after) for rank in range(num_ranks)
         ]
+        self._stores = [timed_store(spec.host_tier, reader, self._copy_in) for reader in self._readers]
         for store in self._stores:
             for name in workload.names:
                 store.serve(name, name)
         self._reservations = Reservations(self._tables[0])
         self._queue = AdmissionQueue(spec.max_passes)
         self._gate = Gate(spec.host_tier)
-        self._waiting: dict[str, _Row] = {}
+        self._waiting: dict[str, _Row] = {}  # ingested, not admitted
+        self._reading: dict[str, list[_Row]] = {}  # those of them whose adapter the leader still reads
         self._prefilling: list[_Row] = []
         self._decoding: list[tuple[int, int, _Row]] = []  # by the step that gives the last token
         self._num_steps = 0
@@ -101,7 +102,8 @@ class Planner:
                 self._now = due
             else:
                 break
-        self.tally.finish(self._now, self._queue.longest_pass_over, sum(store.counts()[0] for store in self._stores) // len(self._stores))
+        num_reads = sum(store.counts()[0] for store in self._stores) // len(self._stores)
+        self.tally.finish(self._now, self._queue.longest_pass_over, num_reads, self._readers[0].busy_s)
         return self.tally
 
     # time
@@ -125,7 +127,10 @@ class Planner:
             heapq.heappop(self._events)[2]()
 
     def _copy_in(self, name: str) -> None:
-        self._changed = True
+        self._wake()
+        if self._stores[0].state(name) == READY:
+            for row in self._reading.pop(name, ()):
+                self._queue.push(row.rid, row.request, uses_slot=True)
 
     def _wake(self) -> None:
         self._changed = True
@@ -136,7 +141,7 @@ class Planner:
         workload = self._workload
         if not request % 1000:
             self._progress(request)
-        if len(self._queue) + self._gate.num_waiting >= self._spec.max_waiting:
+        if len(self._waiting) + self._gate.num_waiting >= self._spec.max_waiting:
             self.tally.num_refused += 1
             return
         index = int(workload.adapters[request])
@@ -152,8 +157,11 @@ class Planner:
         if adapter is not None:
             for store in self._stores:
                 store.hold(adapter)
+            if self._stores[0].state(adapter) != READY:  # in the queue it would only be asked again and again, and delay nobody
+                self._reading.setdefault(adapter, []).append(self._waiting[rid])
+                return
         self._queue.push(rid, request, uses_slot=adapter is not None)
-        self._changed = True
+        self._wake()
 
     def _end(self, row: _Row) -> None:
         self.tally.ended(row.prompt, row.output)
@@ -168,12 +176,12 @@ class Planner:
     # a step
 
     def _admit(self) -> list[_Row]:
-        """What the leader's scheduler does with its queue; `full` and `blocked` only save asking again for the same answer."""
+        """What the leader's scheduler does with its queue; `answers` only saves asking again: within one choice they stand."""
         self._changed = False
         spec = self._spec
         places = spec.max_num_seqs - len(self._prefilling) - len(self._decoding)
         left = spec.max_num_batched_tokens - len(self._decoding) - sum(row.prefill_left for row in self._prefilling)
-        blocked: set[str] = set()
+        answers: dict[str, Verdict] = {}
         admitted: list[_Row] = []
 
         def attempt(rid: str) -> Verdict:
@@ -182,13 +190,12 @@ class Planner:
                 return Verdict.FULL
             row = self._waiting[rid]
             if row.adapter is not None:
-                if row.adapter in blocked:
-                    return Verdict.WAITS_SLOT
-                if not self._copies_in(row):
-                    return Verdict.WAITS_READ
-                if not self._reservations.fits(row.adapter):
-                    blocked.add(row.adapter)
-                    return Verdict.WAITS_SLOT
+                answer = answers.get(row.adapter)
+                if answer is None:
+                    answer = self._ask(row, row.adapter)
+                    answers[row.adapter] = answer
+                if answer is not Verdict.ADMITTED:
+                    return answer
                 self._reservations.promise(rid, row.adapter)
             admitted.append(row)
             places -= 1
@@ -200,17 +207,15 @@ class Planner:
             del self._waiting[row.rid]
         return admitted
 
-    def _copies_in(self, row: _Row) -> bool:
-        """The leader's copy is in, and every follower's hint, or the bound for hints is over."""
-        assert row.adapter is not None
-        if self._stores[0].state(row.adapter) != READY:
-            return False
-        if len(self._stores) == 1 or all(store.state(row.adapter) == READY for store in self._stores[1:]):
-            return True
-        if row.ready_s is None:
-            row.ready_s = self._now
-            self._after(self._spec.hint_wait_s, self._wake)
-        return self._now >= row.ready_s + self._spec.hint_wait_s
+    def _ask(self, row: _Row, adapter: str) -> Verdict:
+        """The leader's copy is in. Once every follower's is, or the bound for their hints is over: whether there is a slot."""
+        if not all(store.state(adapter) == READY for store in self._stores[1:]):
+            if row.ready_s is None:
+                row.ready_s = self._now
+                self._after(self._spec.hint_wait_s, self._wake)
+            if self._now < row.ready_s + self._spec.hint_wait_s:
+                return Verdict.WAITS_READ
+        return Verdict.ADMITTED if self._reservations.fits(adapter) else Verdict.WAITS_SLOT
 
     def _step(self, admitted: list[_Row]) -> None:
         began = self._now
@@ -252,6 +257,7 @@ class Planner:
 
     def _take_slots(self, admitted: list[_Row]) -> None:
         """Every rank's admit of the newcomers, with the time that installs, agreements and late copies add to the step."""
+        self.tally.num_admits += 1
         waits_s = [self._now - row.arrival_s for row in admitted]
         rows = [(row.rid, row.adapter) for row in admitted if row.adapter is not None]
         plans = [AdmitPlan(table, rows) for table in self._tables]
@@ -259,13 +265,12 @@ class Planner:
         stall_s, agreements = 0.0, 0
         if misses:
             agreements = 1
-            waits = [plan.agreed(self._agree(plans)) for plan in plans][0]
+            waits = self._agreed(plans)
             if waits:
                 stall_s = self._wait_for(waits)
                 agreements = 2
-                for plan in plans:
-                    plan.agreed(self._agree(plans))
-        installs = [plan.finish() for plan in plans][0]
+                self._agreed(plans)
+        installs, *_others = [plan.finish() for plan in plans]
         for row in admitted:
             self._reservations.drop(row.rid)
         missed = {rid for install in installs for rid in install.rids}
@@ -278,9 +283,12 @@ class Planner:
             raise Violation("divergence", "\n".join("".join(table.lines()) for table in self._tables))
         self._now += len(installs) * self._spec.install_s + (agreements * self._spec.agree_s if self._spec.ranks > 1 else 0.0)
 
-    def _agree(self, plans: list[AdmitPlan]) -> list[int]:
+    def _agreed(self, plans: list[AdmitPlan]) -> tuple[str, ...]:
+        """One agreement on every rank; returns the copies that all then wait for."""
         vectors = [plan.statuses(store.state) for plan, store in zip(plans, self._stores, strict=True)]
-        return [max(column) for column in zip(*vectors, strict=True)]
+        result = [max(column) for column in zip(*vectors, strict=True)]
+        waits, *_others = [plan.agreed(result) for plan in plans]
+        return waits
 
     def _wait_for(self, names: tuple[str, ...]) -> float:
         """Followers wait for their copies, and so does the step; returns how long."""

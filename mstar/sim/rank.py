@@ -248,7 +248,7 @@ class SimRank:
         def read(path: str, digest: str | None, cancelled: Callable[[], bool]) -> HostCopy:
             if reader.fails():
                 raise AdapterError(f"{path} cannot be read on {self.name}", code="adapter_read_failed", status=500)
-            return checked_copy(self._generations[path], node, digest)
+            return checked_copy(self._generations[path], node, digest, settings.num_ranks)
 
         spec = tiny_spec(
             node, settings.num_ranks, max_loras=settings.max_loras, max_cpu_loras=settings.max_cpu_loras,
@@ -261,6 +261,7 @@ class SimRank:
             settings.num_ranks,
             MarkBackend(),
             agree=lambda statuses: self._agree(node, statuses),
+            add_up=lambda values: self._collective.add_up(self, self._seq, node, values),
             decides=self.tp_rank == 0,
             read=read,
             on_copy=lambda name: self._copy_in(node, name),

@@ -29,6 +29,7 @@ class Tally:
     num_steps: int = 0
     num_steps_with_collective: int = 0
     num_collectives: int = 0
+    num_admits: int = 0  # that had a newcomer
     num_installs: int = 0
     num_evictions: int = 0
     num_reads: int = 0
@@ -37,6 +38,7 @@ class Tally:
     longest_pass_over: int = 0
     elapsed_s: float = 0.0
     busy_s: float = 0.0
+    reading_s: float = 0.0
     slot_seconds: float = 0.0
     row_seconds: float = 0.0
     waits_hit: array[float] = field(default_factory=_seconds)
@@ -75,8 +77,9 @@ class Tally:
         self.num_prompt_tokens += num_prompt_tokens
         self.num_output_tokens += num_output_tokens
 
-    def finish(self, elapsed_s: float, longest_pass_over: int, num_reads: int) -> None:
-        """The run is over."""
+    def finish(self, elapsed_s: float, longest_pass_over: int, num_reads: int, reading_s: float) -> None:
+        """The run is over; the leader's reader read for `reading_s`."""
+        self.reading_s = reading_s
         self.elapsed_s = elapsed_s
         self.longest_pass_over = longest_pass_over
         self.num_reads = num_reads
@@ -112,6 +115,7 @@ class Tally:
             "longest_stall_s": self.longest_stall_s,
             "slots_held_mean": self.slot_seconds / self.busy_s if self.busy_s else None,
             "rows_mean": self.row_seconds / self.busy_s if self.busy_s else None,
+            "reader_busy_share": self.reading_s / self.elapsed_s if self.elapsed_s else None,
             "busy_share": self.busy_s / self.elapsed_s if self.elapsed_s else None,
             "output_tokens_per_s": self.num_output_tokens / self.elapsed_s if self.elapsed_s else None,
             "simulated_s": self.elapsed_s,

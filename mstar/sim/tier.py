@@ -12,12 +12,16 @@ Schedule = Callable[[float, Callable[[], None]], None]
 
 
 class TimedReader(Reader):
-    """One read at a time, each as long as the next of `times_s`. `schedule(delay_s, action)` is the driver's."""
+    """One read at a time. Each of `times_s` is how long it keeps this reader, and when it is in on the slowest rank too.
 
-    def __init__(self, times_s: Iterator[float], schedule: Schedule) -> None:
+    `schedule(delay_s, action)` is the driver's.
+    """
+
+    def __init__(self, times_s: Iterator[tuple[float, float]], schedule: Schedule) -> None:
         self._times_s = times_s
         self._schedule = schedule
         self._reads = False
+        self.busy_s = 0.0
 
     def start(self, source: ReadSource) -> None:
         """See Reader.start."""
@@ -30,7 +34,10 @@ class TimedReader(Reader):
         task = self._source.take()
         if task is not None:
             self._reads = True
-            self._schedule(next(self._times_s), lambda: self._end(task))
+            takes_s, in_everywhere_s = next(self._times_s)
+            self.busy_s += takes_s
+            self._schedule(in_everywhere_s, lambda: self._source.run(task))
+            self._schedule(takes_s, self._next)
 
     def wait(self, timeout_s: float) -> None:
         """Not called: the driver lets time pass."""
@@ -42,14 +49,13 @@ class TimedReader(Reader):
     def close(self) -> None:
         """Nothing to stop."""
 
-    def _end(self, task: object) -> None:
+    def _next(self) -> None:
         self._reads = False
-        self._source.run(task)
         with self._source.lock:
             self.wake()
 
 
-def timed_store(capacity: int, times_s: Iterator[float], schedule: Schedule, on_copy: Callable[[str], None]) -> LoraAdapterStore[object]:
+def timed_store(capacity: int, reader: TimedReader, on_copy: Callable[[str], None]) -> LoraAdapterStore[object]:
     """The real host tier without weights."""
     copy = object()
     return LoraAdapterStore(
@@ -58,7 +64,7 @@ def timed_store(capacity: int, times_s: Iterator[float], schedule: Schedule, on_
         read_timeout_s=float("inf"),
         on_change=on_copy,
         clock=lambda: 0.0,
-        reader=TimedReader(times_s, schedule),
+        reader=reader,
     )
 
 

@@ -1,7 +1,8 @@
 """The smallest adapters that can be told apart: one number each, its *mark*, which a forward reads back from the slot.
 
 One target of one input and one output; `scaling * B @ A` is the mark. Half of the adapters have rank 2, the second row adding a
-quarter, so a slot that keeps a row of its last occupant gives a number that is nobody's mark.
+quarter, so a slot that keeps a row of its last occupant gives a number that is nobody's mark. Some have DoRA, scaled by 1 exactly where
+the squares of all ranks were added up.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 
 from mstar.engine.resources.lora.addressing import LoraAddressing, Segment
 from mstar.engine.resources.lora.backends.base import LayerWeights, LoraBackend
-from mstar.engine.resources.lora.host_copy import HostCopy, TargetCopy
+from mstar.engine.resources.lora.host_copy import DoraCopy, HostCopy, TargetCopy
 from mstar.engine.resources.lora.spec import LoraPart, LoraSpec, LoraTarget
 from mstar.errors import AdapterError
 
@@ -52,7 +53,7 @@ def tiny_spec(
     """A pool of one node for adapters with marks."""
     whole = ((0, 1),) * num_ranks
     return LoraSpec(
-        targets=(LoraTarget(TARGET, (LoraPart(TARGET, 1, 1, whole, whole),)),),
+        targets=(LoraTarget(TARGET, (LoraPart(TARGET, 1, 1, whole, whole),), row_parallel=True),),
         num_layers=1,
         max_loras=max_loras,
         max_lora_rank=MAX_RANK,
@@ -65,26 +66,29 @@ def tiny_spec(
 
 
 @lru_cache(maxsize=4096)
-def tiny_copy(mark: int) -> HostCopy:
-    """The host copy of a mark; 0 has nothing for the pool. Shared by all ranks: nobody may write to it."""
+def tiny_copy(mark: int, num_ranks: int) -> HostCopy:
+    """One rank's host copy of a mark; 0 has nothing for the pool. The same object for all ranks: nobody may write to it."""
     if not mark:
         return HostCopy("digest-0", {}, 0, 0)
     lora_rank = 1 + mark % 2
     rows = [mark - 0.25, 0.25][:lora_rank] if lora_rank == 2 else [float(mark)]
+    squares = torch.full((1, 1), float(mark), dtype=torch.float64)
+    dora = DoraCopy((squares * num_ranks).sqrt().float(), squares) if mark // 2 % 3 == 0 else None
     target = TargetCopy(
         lora_a=torch.ones(1, 1, lora_rank, 1),
         lora_b_t=torch.tensor(rows).view(1, lora_rank, 1),
         scaling=torch.ones(1, 1),
         ranks=(lora_rank,),
+        dora=dora,
     )
-    return HostCopy(f"digest-{mark}", {TARGET: target}, lora_rank, 4 * lora_rank)
+    return HostCopy(f"digest-{mark}", {TARGET: target}, lora_rank, 4 * lora_rank, adds_squares=dora is not None)
 
 
-def checked_copy(generation: Generation, node: str, digest: str | None) -> HostCopy:
+def checked_copy(generation: Generation, node: str, digest: str | None, num_ranks: int) -> HostCopy:
     """What a read of `generation` gives one node's pool. Raises AdapterError where `digest` is another's."""
     if digest not in (None, generation.digest):
         raise AdapterError(f"{generation.path} has digest {generation.digest}, expected {digest}", code="adapter_digest_mismatch")
-    return tiny_copy(generation.mark if node in generation.nodes else 0)
+    return tiny_copy(generation.mark if node in generation.nodes else 0, num_ranks)
 
 
 class MarkBackend(LoraBackend):

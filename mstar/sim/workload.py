@@ -6,9 +6,9 @@ adapter or `base` is the base model. What a line leaves out is drawn as the othe
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -53,9 +53,9 @@ def make_workload(spec: WorkloadSpec) -> Workload:
     rng = np.random.default_rng(spec.seed)
     kind, _, value = spec.popularity.partition(":")
     if kind == "uniform" and not value:
-        weights = np.ones(spec.num_adapters)
+        weights = np.ones(spec.num_adapters, dtype=np.float64)
     elif kind == "zipf":
-        weights = 1.0 / np.arange(1, spec.num_adapters + 1) ** _exponent(value)
+        weights = np.power(np.arange(1.0, spec.num_adapters + 1), -_exponent(value))
     else:
         return _read_trace(Path(spec.popularity), spec, rng)
     count = spec.num_requests
@@ -71,13 +71,13 @@ def make_workload(spec: WorkloadSpec) -> Workload:
     )
 
 
-def read_times_s(median_s: float, p99_s: float, ranks: int, seed: int) -> Any:
-    """A generator of read times: log-normal by median and 99th percentile, the slowest of `ranks` draws each."""
+def read_times_s(median_s: float, p99_s: float, ranks: int, seed: int) -> Iterator[tuple[float, float]]:
+    """Read times without end: log-normal by median and 99th percentile. Each is (one rank's, the slowest of `ranks`)."""
     sigma = float(np.log(p99_s / median_s)) / 2.3263 if median_s > 0 else 0.0
     rng = np.random.default_rng([seed, 1])
     while True:
         draws = median_s * np.exp(sigma * rng.standard_normal((1024, ranks)))
-        yield from draws.max(axis=1).tolist()
+        yield from zip(draws[:, 0].tolist(), draws.max(axis=1).tolist(), strict=True)
 
 
 def _exponent(text: str) -> float:
@@ -97,7 +97,7 @@ def _read_trace(path: Path, spec: WorkloadSpec, rng: np.random.Generator) -> Wor
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"popularity {spec.popularity!r} is not uniform, zipf:S or a readable trace file: {error}") from None
-    lines = [line for raw in text.splitlines() if (line := raw.partition("#")[0].strip()) or "," in raw]
+    lines = [line for raw in text.splitlines() if (line := raw.partition("#")[0].strip())]
     if not lines:
         raise ConfigError(f"the trace {path} has no requests")
     lines = lines[: spec.num_requests]

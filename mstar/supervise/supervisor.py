@@ -58,7 +58,7 @@ class Supervisor:
         self._listener = listener
         self._run_dir = run_dir
         self._started_at = time.time()
-        self._secret = uuid.uuid4().hex
+        self._secret = "" if config.attach else uuid.uuid4().hex  # ranks of torchrun know none
         self._front_endpoint = config.front_endpoint or f"ipc://{run_dir}/front.ipc"
         self._restarts: deque[float] = deque()
         self._signals = 0

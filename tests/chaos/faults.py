@@ -9,6 +9,7 @@ import asyncio
 import os
 import random
 import signal
+import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -38,9 +39,11 @@ class Scene:
         """A process that runs now."""
         return processes(self.server.process.pid)[role]
 
-    def send(self, role: str, kind: int) -> None:
-        """Signal a process."""
-        os.kill(self.pid(role), kind)
+    def send(self, role: str, kind: int) -> float:
+        """Signal a process; returns when."""
+        pid, now = self.pid(role), time.monotonic()
+        os.kill(pid, kind)
+        return now
 
     def some_rank(self) -> str:
         """Any rank."""
@@ -48,40 +51,47 @@ class Scene:
         return f"rank {self.draw.randrange(self.server.spec.tp_size)}"
 
 
+Inject = Callable[[Scene], Awaitable[float]]
+
+
 @dataclass(frozen=True)
 class Fault:
-    """`inject` does it; `found` and `served` are what the log says then (None: nothing is found, serving never ends)."""
+    """`inject` does it and returns when it began; `found` and `served` are what the log says then (None: nothing is found, serving never ends)."""
 
-    inject: Callable[[Scene], Awaitable[None]]
+    inject: Inject
     found: str | None
     served: tuple[str, ...]
     kills_front: bool = False
     changes_adapter: bool = False
 
 
-def _signal(role: str | None, kind: int) -> Callable[[Scene], Awaitable[None]]:
-    async def inject(scene: Scene) -> None:
-        scene.send(role or scene.some_rank(), kind)
+def _signal(role: str | None, kind: int) -> Inject:
+    async def inject(scene: Scene) -> float:
+        return scene.send(role or scene.some_rank(), kind)
 
     return inject
 
 
-async def _kill_all_ranks(scene: Scene) -> None:
+async def _kill_all_ranks(scene: Scene) -> float:
+    now = time.monotonic()
     for role, pid in processes(scene.server.process.pid).items():
         if role.startswith("rank"):
             with suppress(ProcessLookupError):  # the supervisor was quicker
                 os.kill(pid, signal.SIGKILL)
+    return now
 
 
-async def _kill_front_and_rank(scene: Scene) -> None:
+async def _kill_front_and_rank(scene: Scene) -> float:
     pids = [scene.pid("front"), scene.pid(scene.some_rank())]
+    now = time.monotonic()
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
+    return now
 
 
-async def _kill_rank_while_it_starts(scene: Scene) -> None:
+async def _kill_rank_while_it_starts(scene: Scene) -> float:
     """A rank, and one of the next instance a moment after it was started."""
-    before = processes(scene.server.process.pid)
+    before, began = processes(scene.server.process.pid), time.monotonic()
     os.kill(before[scene.some_rank()], signal.SIGKILL)
     while True:
         now = processes(scene.server.process.pid)
@@ -90,29 +100,31 @@ async def _kill_rank_while_it_starts(scene: Scene) -> None:
             await asyncio.sleep(scene.draw.uniform(0, 4))
             with suppress(ProcessLookupError):
                 os.kill(scene.draw.choice(fresh), signal.SIGKILL)
-            return
+            return began
         await asyncio.sleep(0.02)
 
 
-async def _pause(scene: Scene) -> None:
+async def _pause(scene: Scene) -> float:
     """Stop a process for a moment that is within all bounds."""
+    began = time.monotonic()
     pid = scene.pid(scene.draw.choice((scene.some_rank(), "front")))
     os.kill(pid, signal.SIGSTOP)
     await asyncio.sleep(scene.draw.uniform(0.5, 2))
     os.kill(pid, signal.SIGCONT)
+    return began
 
 
-def _changed_adapter(change: Callable[[Path], None]) -> Callable[[Scene], Awaitable[None]]:
+def _changed_adapter(change: Callable[[Path], None]) -> Inject:
     """Change the file while a stream runs on it, and kill a rank, so that the resumed stream has to read it anew."""
 
-    async def inject(scene: Scene) -> None:
+    async def inject(scene: Scene) -> float:
         stream = asyncio.ensure_future(scene.load.begin(greedy(MUTABLE, some_tokens(20, 1), 900)))
         while not any(other.ask.model == MUTABLE and other.tokens for other in scene.load.running):
             if stream.done():
                 break
             await asyncio.sleep(0.02)
         change(scene.mutable / "adapter_model.safetensors")
-        scene.send(scene.some_rank(), signal.SIGKILL)
+        return scene.send(scene.some_rank(), signal.SIGKILL)
 
     return inject
 

@@ -9,6 +9,7 @@ import asyncio
 import json
 import random
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import httpx
@@ -50,10 +51,15 @@ class Stream:
 class Load:
     """Keeps `num_streams` running until stopped."""
 
-    def __init__(self, server: Server, num_streams: int, draw: random.Random) -> None:
+    def __init__(
+        self, url: str, num_streams: int, draw: random.Random, models: Sequence[str] = (*MODELS, MUTABLE), longest: int = 300
+    ) -> None:
+        """`longest` is the most tokens of a stream."""
         self._draw = draw
+        self._models = models
+        self._longest = longest
         self._client = httpx.AsyncClient(
-            base_url=server.url, timeout=httpx.Timeout(STREAM_BOUND_S), limits=httpx.Limits(max_connections=None, max_keepalive_connections=0)
+            base_url=url, timeout=httpx.Timeout(STREAM_BOUND_S), limits=httpx.Limits(max_connections=None, max_keepalive_connections=0)
         )
         self._tasks = [asyncio.create_task(self._keep_running()) for _ in range(num_streams)]
         self._stopping = False
@@ -93,7 +99,7 @@ class Load:
         fields = draw.choice(SAMPLINGS)
         seed = draw.randrange(1 << 40) if fields or draw.random() < 0.4 else None
         prompt = some_tokens(draw.randint(1, 60), seed=draw.randrange(1000))
-        return Ask(draw.choice((*MODELS, MUTABLE)), prompt, draw.randint(40, 300), seed, fields)
+        return Ask(draw.choice(self._models), prompt, draw.randint(40, self._longest), seed, fields)
 
     async def _keep_running(self) -> None:
         while not self._stopping:

@@ -97,7 +97,7 @@ class Chaos:
 
     async def run(self) -> list[Stream]:
         """All faults, one after another; returns every stream."""
-        load = Load(self._server, NUM_STREAMS, random.Random(self._draw.random()))
+        load = Load(self._server.url, NUM_STREAMS, random.Random(self._draw.random()))
         scene = Scene(self._server, load, self._draw, self._mutable)
         passing = asyncio.ensure_future(load_and_unload(self._server, load, PASSING, str(tiny_adapters(FAMILY)[MUTABLE]), HEADERS))
         try:
@@ -127,25 +127,26 @@ class Chaos:
     async def _one(self, scene: Scene, index: int, kind: str) -> tuple[FaultRecord, float, float]:
         """One fault; returns its record and its window of time."""
         fault, load = FAULTS[kind], scene.load
-        begun, log_from = time.monotonic(), self._log_size()
-        record = FaultRecord(index, kind, round(begun - self._started, 1), len(load.running))
+        arrived, log_from = time.monotonic(), self._log_size()
+        record = FaultRecord(index, kind, round(arrived - self._started, 1), len(load.running))
         self.report.faults.append(record)
         injecting = asyncio.ensure_future(fault.inject(scene))
         if fault.found is not None:
             await self._until(f"{kind}: found", lambda: self._log_says(fault.found, log_from), FOUND_BOUND_S + STUCK_S)
-            record.found_s = round(time.monotonic() - begun, 2)
+        found = time.monotonic()
         async with asyncio.timeout(SERVED_BOUND_S):
-            await injecting
+            began = await injecting
+        record.found_s = round(found - began, 2) if fault.found is not None else None
         for line in fault.served:
             await self._until(f"{kind}: {line}", lambda line=line: self._log_says(line, log_from), SERVED_BOUND_S)
         up = time.monotonic()
         await self._until(f"{kind}: a token", lambda: load.last_token_at > up, SERVED_BOUND_S)
-        record.served_s = round(load.last_token_at - begun, 2)
+        record.served_s = round(load.last_token_at - began, 2)
         if fault.changes_adapter:
-            await self._until(f"{kind}: its streams to end", lambda: not self._runs_mutable(load, begun), SERVED_BOUND_S)
+            await self._until(f"{kind}: its streams to end", lambda: not self._runs_mutable(load, began), SERVED_BOUND_S)
             self._restore()
         self._progress(record)
-        return record, begun, time.monotonic()
+        return record, arrived, time.monotonic()
 
     def _runs_mutable(self, load: Load, since: float) -> bool:
         return any(stream.ask.model == MUTABLE and stream.began < since + 1 for stream in load.running)

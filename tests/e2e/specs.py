@@ -13,7 +13,7 @@ from tests.support.server import DEMO, ServerSpec
 from tests.support.tiny_models import FAMILIES
 
 ADMIN_KEY = "the-admin-key"
-PAGES = ("--num-gpu-blocks-override=512", "--max-num-seqs=32")
+PAGES = ("--num-gpu-blocks-override=1024", "--max-num-seqs=128", "--max-passes=200")
 ADMIN = ("--enable-runtime-lora", f"--admin-key={ADMIN_KEY}")
 
 

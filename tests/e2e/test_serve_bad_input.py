@@ -63,7 +63,19 @@ RAW_BODIES = [
     b'{"model":' * 5000,
     b'{"model": "base", "prompt": [' + b"1" * 10_000 + b"]}",
 ]
-NO_TEXT = [b"", b"{", b"nonsense", b"[]", b"null", b"\xff\xfe{}", b"[" * 100_000, b'{"prompt": 5}', b'{"tokens": "x"}', b'{"tokens": [-1]}', b"{}"]
+NO_TEXT = [
+    b"",
+    b"{",
+    b"nonsense",
+    b"[]",
+    b"null",
+    b"\xff\xfe{}",
+    b"[" * 100_000,
+    b'{"prompt": 5}',
+    b'{"tokens": "x"}',
+    b'{"tokens": [-1]}',
+    b"{}",
+]
 
 
 def refused(answer, *statuses):

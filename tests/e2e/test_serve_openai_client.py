@@ -20,7 +20,9 @@ def client(server):
 
 @served_by(LLAMA)
 def test_the_openai_client_completes_and_chats(client):
-    completion = client.completions.create(model=ADAPTERS[0], prompt="hello", max_tokens=5, temperature=0, logprobs=2, extra_body={"ignore_eos": True})
+    completion = client.completions.create(
+        model=ADAPTERS[0], prompt="hello", max_tokens=5, temperature=0, logprobs=2, extra_body={"ignore_eos": True}
+    )
     assert completion.model == ADAPTERS[0] and completion.choices[0].finish_reason == "length"
     assert completion.usage.completion_tokens == len(completion.choices[0].logprobs.tokens) == 5
     chat = client.chat.completions.create(model=BASE, messages=MESSAGES, max_tokens=5, seed=3, n=2, logprobs=True, top_logprobs=3)

@@ -12,7 +12,6 @@ import pytest
 
 from tests.e2e.prompts import MODELS, greedy, seeded, some_prompts
 from tests.e2e.specs import DEGREES, EVERY_FAMILY, LLAMA, OTHERS, served_by
-from tests.support.adapters import ADAPTERS
 from tests.support.client import ask_alone, ask_one, ask_together
 from tests.support.server import BASE
 
@@ -23,8 +22,7 @@ def check_mixed(server, reference, num_prompts):
     """All prompts on the base and on every adapter, greedy and seeded, at once."""
     prompts = some_prompts(num_prompts)
     for prompt in prompts:
-        for adapter in ADAPTERS:
-            reference.assert_adapter_matters(prompt, adapter)
+        reference.assert_adapters_matter(prompt)
     asks = [greedy(model, prompt) for prompt in prompts for model in MODELS]
     asks += [seeded(model, prompt, index) for index, prompt in enumerate(prompts) for model in MODELS]
     random.Random(1).shuffle(asks)
@@ -53,7 +51,7 @@ def test_outputs_of_every_family_in_mixed_batches_match_transformers_and_peft(se
 
 @served_by(*DEGREES, *OTHERS)
 def test_outputs_alone_match_transformers_and_peft(server, reference):
-    check_alone(server, reference, num_prompts=2, num_tokens=8)
+    check_alone(server, reference, num_prompts=1, num_tokens=8)
 
 
 @served_by(*(spec for spec in EVERY_FAMILY if spec not in DEGREES), marks=SLOW)

@@ -40,9 +40,10 @@ FORK = multiprocessing.get_context("fork")
 
 @dataclass(frozen=True)
 class Mutant:
-    """One patch."""
+    """One patch: the one file that it breaks, and the tests that must notice."""
 
     path: Path
+    file: str
     tests: tuple[str, ...]
 
     @property
@@ -53,15 +54,17 @@ class Mutant:
 def load(only: Sequence[str]) -> list[Mutant]:
     mutants = []
     for path in sorted(HERE.glob("*.patch")):
-        tests = tuple(line.removeprefix("# tests:").strip() for line in path.read_text().splitlines() if line.startswith("# tests:"))
+        lines = path.read_text().splitlines()
+        tests = tuple(line.removeprefix("# tests:").strip() for line in lines if line.startswith("# tests:"))
+        file = next(line.removeprefix("+++ b/") for line in lines if line.startswith("+++ b/"))
         if not only or any(word in path.stem for word in only):
-            mutants.append(Mutant(path, tests))
+            mutants.append(Mutant(path, file, tests))
     return mutants
 
 
-def copy_tree(place: Path) -> None:
+def copy_tree(origin: Path, place: Path) -> None:
     for part in PARTS:
-        source = ROOT / part
+        source = origin / part
         if source.is_dir():
             shutil.copytree(source, place / part, ignore=shutil.ignore_patterns("__pycache__", ".*", "*.patch"))
         else:
@@ -121,11 +124,11 @@ def outcome(child: Running) -> int:
     return child.process.exitcode or 0
 
 
-def run(mutants: Sequence[Mutant], jobs: int, work: Path) -> tuple[int, list[str]]:
-    """Each mutant in one of `jobs` copies; how many were caught, and what to complain of."""
-    trees = [work / f"tree{number}" for number in range(jobs)]
+def run(mutants: Sequence[Mutant], jobs: int, whole: Path) -> tuple[int, list[str]]:
+    """Each mutant in one of `jobs` copies of `whole`; how many were caught, and what to complain of."""
+    trees = [whole.with_name(f"tree{number}") for number in range(jobs)]
     for tree in trees:
-        copy_tree(tree)
+        copy_tree(whole, tree)
     caught, complaints = 0, []
     waiting, running = list(reversed(mutants)), list[Running]()
     while waiting or running:
@@ -149,8 +152,7 @@ def run(mutants: Sequence[Mutant], jobs: int, work: Path) -> tuple[int, list[str
                 complaints.append(f"{child.mutant.name}: no verdict (pytest status {status})\n{child.log.read_text()[-2000:]}")
             sys.stdout.flush()
             running.remove(child)
-            shutil.rmtree(child.tree / "mstar")
-            shutil.copytree(ROOT / "mstar", child.tree / "mstar", ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copy(whole / child.mutant.file, child.tree / child.mutant.file)
             trees.append(child.tree)
     return caught, complaints
 
@@ -158,7 +160,7 @@ def run(mutants: Sequence[Mutant], jobs: int, work: Path) -> tuple[int, list[str
 def refresh(mutant: Mutant) -> str:
     """Rewrite the patch around the lines it breaks, where those stand exactly once in the file; what was done."""
     lines = [line for line in mutant.path.read_text().splitlines(keepends=True) if not line.startswith("# tests:")]
-    file = lines[0].split()[1].removeprefix("a/")
+    file = mutant.file
     body = [line for line in lines[2:] if not line.startswith("@@")]
     first = next(index for index, line in enumerate(body) if line[0] in "-+")
     last = next(index for index in range(len(body) - 1, -1, -1) if body[index][0] in "-+")
@@ -184,25 +186,22 @@ def main() -> int:
     os.environ["MSTAR_TEST_PATIENCE_S"] = PATIENCE_S
     with tempfile.TemporaryDirectory(prefix="mstar-mutants-") as folder:
         work = Path(folder)
+        copy_tree(ROOT, work / "whole")
         if options.refresh:
-            copy_tree(work / "tree")
             for mutant in mutants:
-                if apply(mutant, work / "tree") is not None:
+                if apply(mutant, work / "whole") is not None:
                     sys.stdout.write(f"{mutant.name}: {refresh(mutant)}\n")
-                else:
-                    shutil.rmtree(work / "tree" / "mstar")
-                    shutil.copytree(ROOT / "mstar", work / "tree" / "mstar")
+                shutil.copy(ROOT / mutant.file, work / "whole" / mutant.file)
             return 0
         for name in PRELOADED:
             importlib.import_module(name)
-        copy_tree(work / "whole")
         every = tuple(sorted({test for mutant in mutants for test in mutant.tests}))
-        base = start(Mutant(Path("the code as it is"), every), work / "whole")
+        base = start(Mutant(Path("the code as it is"), "", every), work / "whole")
         base.process.join(2 * CHILD_BOUND_S)
         if outcome(base) != SURVIVED:
             sys.stdout.write(f"the named tests do not pass on the code as it is:\n{base.log.read_text()[-4000:]}\n")
             return 1
-        caught, complaints = run(mutants, options.jobs, work)
+        caught, complaints = run(mutants, options.jobs, work / "whole")
     for complaint in complaints:
         sys.stdout.write(f"FAILED    {complaint}\n")
     sys.stdout.write(f"{caught}/{len(mutants)} mutants caught\n")

@@ -7,6 +7,7 @@ a test would pass on the base's weights.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -105,11 +106,17 @@ class Reference:
 
     def assert_adapter_matters(self, prompt: Sequence[int], adapter: str) -> None:
         """At the prompt's end the adapter's logits are far from the base's and from every other adapter's."""
-        own = self.logits(prompt, adapter, len(prompt) - 1)
-        for other in (None, *self.adapters):
-            if other != adapter:
-                moved = float((own - self.logits(prompt, other, len(prompt) - 1)).abs().max())
-                assert moved >= MOVES_AT_LEAST, f"{adapter} moves the logits of {other} by {moved:.4f} only, after {prompt}"
+        self._assert_far_apart(prompt, [(adapter, other) for other in (None, *self.adapters) if other != adapter])
+
+    def assert_adapters_matter(self, prompt: Sequence[int]) -> None:
+        """The same of every adapter."""
+        self._assert_far_apart(prompt, itertools.combinations((None, *self.adapters), 2))
+
+    def _assert_far_apart(self, prompt: Sequence[int], pairs: Iterable[tuple[str | None, str | None]]) -> None:
+        logits = {name: self.logits(prompt, name, len(prompt) - 1) for name in (None, *self.adapters)}
+        for one, other in pairs:
+            moved = float((logits[one] - logits[other]).abs().max())
+            assert moved >= MOVES_AT_LEAST, f"{one} and {other} differ by {moved:.4f} only, after {prompt}"
 
     def _of_outputs(self, prompt: Sequence[int], output: Sequence[int], adapter: str | None) -> Tensor:
         """The logits from which each output token was chosen, `[outputs, vocab]`."""

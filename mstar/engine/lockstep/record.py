@@ -99,8 +99,9 @@ class Recorder:
         """Open `path` for appending, cutting off a torn last frame. Raises ConfigError where it is no recording."""
         self._waits: dict[str, str] = {}
         try:
-            self._file = Path(path).open("a+b")  # noqa: SIM115 - closed in `close`
-            self._file.truncate(_whole_bytes(Path(path)))
+            whole = _whole_bytes(Path(path)) if Path(path).exists() else 0
+            self._file = Path(path).open("ab")  # noqa: SIM115 - closed in `close`
+            self._file.truncate(whole)
         except OSError as error:
             raise ConfigError(f"cannot write the recording {path}: {error.strerror}") from None
         self.note(header)

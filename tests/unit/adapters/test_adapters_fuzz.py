@@ -21,28 +21,38 @@ from typing import TypeVar
 import numpy as np
 import pytest
 import torch
-from adapter_folders import BASE, WEIGHTS, config, limits, pair, raw_file, sentence, write_config
+from adapter_folders import CONFIG, PREFIX, WEIGHTS, config, pair, raw_file, sentence, write_config
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from peft.utils.other import get_pattern_key
 from safetensors.torch import load, save_file
 
-from mstar.adapters import AdapterTensors, as_float32, digest_adapter, inspect_adapter, read_adapter
+from mstar.adapters import AdapterLimits, AdapterTensors, BaseShapes, LoraPair, as_float32, digest_adapter, inspect_adapter, read_adapter
 from mstar.errors import AdapterError
+from mstar.types import EMBEDDING, HEAD, PROJECTIONS
 
 Result = TypeVar("Result")
 EXAMPLES = int(os.environ.get("MSTAR_FUZZ_EXAMPLES", "500"))
-LIMITS = limits()
+BASE = BaseShapes.from_config({**CONFIG, "attention_bias": True})
+LIMITS = AdapterLimits(16, (), (*PROJECTIONS, HEAD, EMBEDDING))
 CONFIG_FILE, INDEX_FILE = "adapter_config.json", "adapter_model.safetensors.index.json"
 
 
 PATTERNS = {"rank_pattern": {"layers.1.self_attn.q_proj": 1}, "alpha_pattern": {"^model.*0.self_attn.[qk]_proj$": 3}}
 COPY = {"lm_head.base_layer.weight": np.ones((128, 64))}
+Q = f"{PREFIX}model.layers.0.self_attn.q_proj"
+ROWS = {f"{Q}.lora_magnitude_vector": np.ones(64), f"{Q}.base_layer.bias": np.ones(64)}
+ENDS = {
+    **{"lm_head.lora_A.weight": np.ones((1, 64)), "lm_head.lora_B.weight": np.ones((128, 1))},
+    **{"model.embed_tokens.lora_embedding_A": np.ones((1, 128)), "model.embed_tokens.lora_embedding_B": np.ones((64, 1))},
+}
 # tensors, their dtype, the config's fields; the last is cut into shards
 SEEDS = (
     (pair(0, rank=1) | pair(1, "self_attn.k_proj", rank=1), torch.float32, {"r": 1}),
     (pair(0, rank=2) | pair(1, rank=1), torch.bfloat16, {"r": 2, "use_rslora": True, **PATTERNS}),
     (pair(0, "self_attn.qkv_proj", rank=1) | COPY, torch.float16, {"r": 1, "lora_alpha": 2.5}),
+    (pair(0, rank=1) | ROWS, torch.float32, {"r": 1, "use_dora": True, "bias": "lora_only"}),
+    (ENDS, torch.bfloat16, {"r": 1}),
     (pair(0, rank=1) | pair(1, rank=1), torch.float32, {"r": 1}),
 )
 
@@ -117,7 +127,7 @@ VALUES = st.recursive(
     | st.booleans()
     | st.integers(-3, 9)
     | st.floats()
-    | st.sampled_from(["", "none", "LORA", "q_proj", "(a+)+$", "pissa", "x" * 300]),
+    | st.sampled_from(["", "none", "lora_only", "LORA", "q_proj", "(a+)+$", "pissa", "x" * 300]),
     lambda inner: (
         st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from(["q_proj", ".*", "", "layers.1", "(", "0"]), inner, max_size=2)
     ),
@@ -127,7 +137,7 @@ FIELDS = st.sampled_from(
     ["r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "bias", "use_dora", "target_modules", "peft_type",
      "init_lora_weights", "modules_to_save",
      "layers_to_transform", "fan_in_fan_out", "layer_replication", "alora_invocation_tokens", "trainable_token_indices",
-     "base_model_name_or_path", "task_type", "lora_bias", "anything_else", "lora_dropout"]
+     "base_model_name_or_path", "task_type", "lora_bias", "ensure_weight_tying", "anything_else", "lora_dropout"]
 )  # fmt: skip
 
 
@@ -172,21 +182,35 @@ def check_against_other_readers(read: AdapterTensors, files: dict[str, bytes]) -
     for (layer, leaf), found in read.pairs.items():
         widths = {"self_attn.q_proj": slice(0, 64), "self_attn.k_proj": slice(64, 96), "self_attn.v_proj": slice(96, 128)}
         fused = [key for key in tensors if f"layers.{layer}.self_attn.qkv_proj.lora_" in key]
-        keys = fused if fused and leaf in widths else [key for key in tensors if f"layers.{layer}.{leaf}.lora_" in key]
-        key_a, key_b = sorted(keys, key=lambda key: "lora_B" in key)
-        assert "lora_A" in key_a and "lora_B" in key_b
-        seen |= {key_a, key_b}
+        module = leaf if leaf in (HEAD, EMBEDDING) else f"layers.{layer}.{leaf}"
+        keys = fused if fused and leaf in widths else [key for key in tensors if f"{module}.lora_" in key and "magnitude" not in key]
+        key_a, key_b = sorted(keys, key=lambda key: key.rpartition("_B")[1])
+        assert "_A" in key_a and "_B" in key_b and ("embedding" in key_a) == ("embedding" in key_b) == (leaf == EMBEDDING)
+        seen |= {key_a, key_b} | check_rows(found, module, tensors, is_dora=bool(fields.get("use_dora")))
         expected_b = tensors[key_b][widths[leaf]] if fused and leaf in widths else tensors[key_b]
         np.testing.assert_array_equal(as_float32(found.lora_a, found.dtype), tensors[key_a].float().numpy())
         np.testing.assert_array_equal(as_float32(found.lora_b, found.dtype), expected_b.float().numpy())
-        name = key_a.removeprefix("base_model.model.").rpartition(".lora_A")[0]
+        name = key_a.removeprefix("base_model.model.").rpartition(".lora_")[0]
         rank = (fields.get("rank_pattern") or {}).get(get_pattern_key((fields.get("rank_pattern") or {}), name), fields["r"])
         alpha = (fields.get("alpha_pattern") or {}).get(get_pattern_key((fields.get("alpha_pattern") or {}), name), fields["lora_alpha"])
         assert rank == found.rank == tensors[key_a].shape[0]
         assert found.scaling == (alpha / math.sqrt(rank) if fields.get("use_rslora") else alpha / rank)
         assert all(torch.isfinite(tensors[key]).all() for key in keys) and math.isfinite(found.scaling)
     assert seen == set(tensors)
-    assert fields["peft_type"] == "LORA" and not fields.get("use_dora") and fields.get("bias", "none") in (None, "none")
+    assert fields["peft_type"] == "LORA" and fields.get("bias") in (None, "none", "lora_only")
+
+
+def check_rows(found: LoraPair, module: str, tensors: dict[str, torch.Tensor], *, is_dora: bool) -> set[str]:
+    """Magnitude and bias are the file's, and nothing where it has none; returns their keys."""
+    seen = set()
+    for kind, values in (("lora_magnitude_vector", found.magnitude), ("base_layer.bias", found.bias)):
+        keys = [key for key in tensors if f"{module}.{kind}" in key]
+        assert len(keys) == (values is not None)
+        for key in keys:
+            np.testing.assert_array_equal(values, tensors[key].float().numpy())
+            seen.add(key)
+    assert (found.magnitude is not None) == is_dora
+    return seen
 
 
 @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))

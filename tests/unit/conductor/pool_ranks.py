@@ -23,6 +23,7 @@ from mstar.conductor import conductor as conductor_module
 from mstar.conductor.conductor import Conductor
 from mstar.conductor.links import RankLinks
 from mstar.conductor.metrics import Metrics
+from mstar.conductor.registry_file import RegistryFile
 from mstar.conductor.types import Generation
 from mstar.config import ServeConfig
 from mstar.engine.resources.base import ResourceReqConfig
@@ -183,13 +184,13 @@ class PoolRanks(RankLinks):
 
 @asynccontextmanager
 async def served(
-    model: Path, monkeypatch: pytest.MonkeyPatch, tp_size: int = 2, **settings: Any
+    model: Path, monkeypatch: pytest.MonkeyPatch, tp_size: int = 2, registry_file_object: RegistryFile | None = None, **settings: Any
 ) -> AsyncIterator[tuple[Conductor, PoolRanks]]:
     """A started conductor over ready ranks. Adapters may lie beside the model's folder."""
     monkeypatch.setattr(conductor_module, "RankLinks", PoolRanks)
     settings = {"max_loras": 2, "max_lora_rank": MAX_LORA_RANK, "lora_root": (str(model.parent),), **settings}
     config = ServeConfig(model=str(model), served_model_name="base", tensor_parallel_size=tp_size, max_model_len=128, **settings)
-    conductor = Conductor(config, "inproc://unused", Metrics("base"))
+    conductor = Conductor(config, "inproc://unused", Metrics("base"), registry_file_object)
     links = conductor._links
     assert isinstance(links, PoolRanks)
     await conductor.start()

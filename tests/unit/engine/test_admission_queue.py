@@ -63,8 +63,8 @@ def test_passes_over_a_slot_waiter_count_only_for_those_that_use_slots():
 
 
 def test_passes_over_a_pages_waiter_always_count():
-    queue = queue_of("p", ("base", False), ("base2", False), "a", max_passes=2)
-    assert queue.admit(attempt(p=PAGES)) == ["base", "base2"] and queue.rids() == ["p", "a"]
+    queue = queue_of("p", ("base", False), ("base2", False), ("base3", False), "a", max_passes=2)
+    assert queue.admit(attempt(p=PAGES)) == ["base", "base2"] and queue.rids() == ["p", "base3", "a"]
 
 
 def test_passes_over_a_read_waiter_never_count():

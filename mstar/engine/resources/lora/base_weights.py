@@ -47,11 +47,12 @@ class BaseWeights:
             for first, values, dtype in self._files.chunks(name, inputs, cancelled, out):
                 columns = slice(first - inputs[0], first - inputs[0] + len(values))
                 weight = torch.addmm(_float(values, dtype), lora_a[:, columns].t(), lora_b.t())
-                total += weight.square_().sum(0, dtype=torch.float64)
+                total += torch.linalg.vector_norm(weight, dim=0).double().square()
             return total
         for first, values, dtype in self._files.chunks(name, out, cancelled, inputs):
             rows = slice(first - out[0], first - out[0] + len(values))
-            total[rows] = torch.addmm(_float(values, dtype), lora_b[rows], lora_a).square_().sum(1, dtype=torch.float64)
+            weight = torch.addmm(_float(values, dtype), lora_b[rows], lora_a)
+            total[rows] = torch.linalg.vector_norm(weight, dim=1).double().square()
         return total
 
 
@@ -61,6 +62,6 @@ def _float(values: NDArray[Any], dtype: Dtype) -> torch.Tensor:
 
 
 def as_tensor(array: NDArray[Any], dtype: str) -> torch.Tensor:
-    """A numpy view of one read tensor as torch sees it; BF16 comes as uint16 bit patterns."""
-    copied = torch.from_numpy(np.array(array, order="C"))  # the read buffer is read-only and goes away
-    return copied.view(torch.bfloat16) if dtype == "BF16" else copied
+    """What was read, as torch sees it; BF16 comes as uint16 bit patterns. A copy where the buffer is an adapter's, which goes away."""
+    own = array if array.flags.writeable and array.flags.c_contiguous else np.array(array, order="C")
+    return torch.from_numpy(own).view(torch.bfloat16) if dtype == "BF16" else torch.from_numpy(own)

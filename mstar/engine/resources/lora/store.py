@@ -307,9 +307,12 @@ class LoraAdapterStore(Generic[Copy]):
         excess = self._num_ready + self._wants_place() - self._capacity
         if excess <= 0:
             return
-        idle = [name for name, entry in self._entries.items() if entry.state == READY and entry.holders <= 0]
-        for name in idle[:excess]:
-            self._drop(name)
+        for name, entry in list(self._entries.items()):
+            if entry.state == READY and entry.holders <= 0:
+                self._drop(name)
+                excess -= 1
+                if excess <= 0:
+                    return
 
     def _wants_place(self) -> int:
         return 1 if any(task.name is not None for task in self._queue) else 0

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from mstar.engine.native import load_kernel
+from mstar.native import load_kernel
 from mstar.engine.resources.lora.addressing import LoraAddressing, Segment
 from mstar.engine.resources.lora.backends.base import LayerWeights, LoraBackend
 

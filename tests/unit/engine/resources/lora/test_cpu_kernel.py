@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from mstar.engine.native import load_kernel
+from mstar.native import load_kernel
 from mstar.engine.resources.lora.addressing import LoraAddressing, group_by_slot
 from mstar.engine.resources.lora.backends.base import LayerWeights
 from mstar.engine.resources.lora.backends.cpu_backend import CpuLoraBackend

@@ -11,6 +11,7 @@ from mstar.adapters import AdapterLimits, BaseShapes, read_adapter
 from mstar.engine.resources.lora.backends.cpu_backend import CpuLoraBackend
 from mstar.engine.resources.lora.backends.torch_backend import TorchLoraBackend
 from mstar.engine.resources.lora.host_copy import HostReader
+from mstar.errors import WorkerError
 from mstar.models.arch import load_arch
 from mstar.types import EMBEDDING, HEAD, PROJECTIONS
 from tests.unit.engine.resources.lora.peft_reference import (
@@ -158,13 +159,13 @@ def test_steps_without_such_an_adapter_adjust_nothing(bases, tmp_path):
             self.adjusted += 1
             super().adjust_rows(*args)
 
-    served = Served(base, backend=Counting)
+    served = Served(base, backend=Counting, max_loras=1)
     tokens = some_tokens(5, seed=1)
     try:
-        served.run(Request(dora, tokens), Request(plain, tokens))
+        served.run(Request(dora, tokens), Request(None, tokens))
         backend = served.pools[0].backend
         assert backend.adjusted == 4 * load_arch(base).num_layers + 2
-        served.run(Request(plain, tokens), Request(None, tokens))
+        served.run(Request(plain, tokens), Request(None, tokens))  # in the same slot
         assert backend.adjusted == 4 * load_arch(base).num_layers + 2
     finally:
         served.close()
@@ -204,5 +205,32 @@ def test_c08_magnitudes_and_the_flag_must_agree(bases, tmp_path):
         for folder, word in ((lost, "layers.1.self_attn.o_proj"), (unflagged, "lora_magnitude_vector")):
             error = served.refusal(folder)
             assert error.code == "adapter_dora_mismatch" and word in error.message
+    finally:
+        served.close()
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_bfloat16_slots_stay_close_to_peft(tp_size, bases, tmp_path):
+    base = bases["llama-biases"]
+    folder = dora_folder(base, tmp_path / "a", 1, target_modules=list(ALL), bias="lora_only")
+    tokens = some_tokens(9, seed=5)
+    served = Served(base, tp_size, dtype=torch.bfloat16)
+    try:
+        (logits,) = served.run(Request(folder, tokens))
+        expected, plain = peft_logits(base, folder, tokens), peft_logits(base, None, tokens)
+        assert (logits - expected).abs().mean() < 0.1 * (expected - plain).abs().mean()
+    finally:
+        served.close()
+
+
+def test_a_pool_of_several_ranks_without_the_sum_says_so(bases, tmp_path):
+    """A WorkerError: the table has changed, so this instance restarts."""
+    base = bases["smollm2"]
+    served = Served(base, 2)
+    for pool in served.pools:
+        pool._add_up = None  # what a build that forgot it leaves
+    try:
+        with pytest.raises(WorkerError, match="add_up"):
+            served.run(Request(dora_folder(base, tmp_path / "a", 1), [1, 2]))
     finally:
         served.close()

@@ -72,15 +72,16 @@ def test_l28_the_same_plan_after_other_steps_is_made_anew(instances):
 
 
 def test_l28_a_plan_follows_a_slot_that_was_filled_anew(instances):
-    """The same rids in the same slots, over other weights."""
-    instance = instances(max_loras=1)
+    """The same step again, after a rollback, with its adapter in another slot."""
+    instance = instances(max_loras=2)
     instance.run("a", "A")
     instance.leader.assert_runs("a", path_of("A"))
     instance.pool.rollback_admit(*lora_step("a"))
-    instance.ingest("b", "B")
-    instance.admit("b")
+    for rid, name in (("b", "B"), ("c", "C")):
+        instance.run(rid, name)
     instance.remove("b")
     instance.admit("a")
+    assert instance.leader.slot_of("A") == 2
     instance.leader.assert_runs("a", path_of("A"))
 
 

@@ -46,8 +46,20 @@ def test_l18_a_miss_does_not_evict_an_unheld_adapter_that_a_later_row_of_the_ste
     instance.ingest("a2", "A")
     instance.admit("c", "a2")
     assert instance.leader.holders() == {"A": 1, "C": 1} and instance.pool.num_installs == 3
+    instance.leader.assert_step_runs(a2=path_of("A"), c=path_of("C"))
+
+
+def test_l18_where_only_a_later_rows_adapter_is_left_to_evict_the_step_is_refused(instances):
+    instance = instances(max_loras=2)
+    instance.run("a", "A")
+    instance.run("b", "B")
+    instance.remove("a", "b")
+    for rid, name in (("c", "C"), ("d", "D"), ("a2", "A")):
+        instance.ingest(rid, name)
+    with pytest.raises(CapacityError):
+        instance.admit("c", "d", "a2")
+    instance.admit("a2")
     instance.leader.assert_runs("a2", path_of("A"))
-    instance.leader.assert_runs("c", path_of("C"))
 
 
 def test_l19_misses_take_the_unheld_slots_least_recently_used_first_in_row_order(instances):

@@ -1,7 +1,8 @@
 """Builds the package's C++ kernels with the machine's own compiler and keeps them in the cache folder.
 
-One g++ call of a second or two at the first start after a change; later starts load the cached library. Linked against the OpenMP
+A g++ call of a few seconds at the first start after a change; later starts load the cached library. Linked against the OpenMP
 runtime that torch has loaded already, so that there is one set of threads. Where there is no compiler the caller falls back to torch.
+Leaf package: `vector.h` is what kernels share, `pages.py` the memory that weights lie in.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import hashlib
 import logging
 import os
 import platform
+import re
 import shutil
 import subprocess
 import tempfile
@@ -38,7 +40,7 @@ def load_kernel(source: Path) -> ctypes.CDLL | None:
         return None
     openmp = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))
     runtime = str(openmp[0]) if openmp else "-fopenmp"
-    key = hashlib.sha256("\n".join([source.read_text(), compiler, *_FLAGS, runtime, _cpu()]).encode()).hexdigest()[:20]
+    key = hashlib.sha256("\n".join([_text(source), compiler, *_FLAGS, runtime, _cpu()]).encode()).hexdigest()[:20]
     library = cache_folder() / "kernels" / f"{source.stem}-{key}.so"
     try:
         if not library.exists():
@@ -48,6 +50,12 @@ def load_kernel(source: Path) -> ctypes.CDLL | None:
         detail = getattr(error, "stderr", b"") or b""
         log.warning("%s could not be built, torch's operations are used: %s %s", source.name, error, detail.decode(errors="replace")[-500:])
         return None
+
+
+def _text(source: Path) -> str:
+    """`source` and the headers that it includes by a relative path."""
+    text = source.read_text()
+    return "\n".join([text, *(_text(source.parent / name) for name in re.findall(r'^#include "(.+)"', text, re.MULTILINE))])
 
 
 def _build(compiler: str, source: Path, library: Path, runtime: str) -> None:
