@@ -10,6 +10,8 @@ no torch, no pickle, no mapping. Used by the CLI, by the front (`inspect_adapter
     files       open, pread, digest                             plan                               all checks before the data
     base        shapes of the base                              read, beside                       tensors; chat template
     base_files  rows of the base's weights                      base_copies                        copies of them in an adapter
+    examine     all that the front checks, in one call          hub                                folders fetched by a hub id
+    cli, admin_client, dry_run, outline, tables, progress: `mstar adapters` (these alone use typer, rich, httpx; none is imported here)
 """
 
 from mstar.adapters.base import BaseShapes

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from mstar.engine.requests import RequestState, request_state
-from mstar.engine.resources.base import Resource, ResourceReqConfig, StepContext
+from mstar.engine.resources.base import AdmitOutcome, Resource, ResourceReqConfig, StepContext
 from mstar.engine.resources.lora.pool import LoraAdapterPool, LoraStep
 from mstar.errors import CapacityError, RequestError
 from mstar.types import Row, Step, TokenLogprobs
@@ -247,6 +247,7 @@ class Runner:
             request = self._requests[result.rid]
             if result.error is not None:
                 failed[result.rid] = result.error
+                ctx.failed[result.rid] = AdmitOutcome(result.error)  # no resource keeps anything of what it computed
                 continue
             request.prompt_logprobs.extend(result.prompt_logprobs)
             if result.token_id is None:

@@ -139,13 +139,16 @@ def _op(draws: Draws, index: int, names: tuple[str, ...], settings: Settings, sp
     at = span * draws.unit("at", index)
     name = names[int(len(names) * draws.unit("name", index) ** 1.5)]  # the first names are asked for most
     kind = draws.unit("kind", index)
+    if draws.chance(0.2, "restless operators"):
+        kind /= 2.5
     leaves = draws.delay(1.0, "ends", index)
+    gives_up = leaves / 3 if draws.chance(0.35, "gives up", index) else None
     if kind < 0.08:
-        return Op(index, at, "load", name, ends_after=leaves if draws.chance(0.3, "gives up", index) else None)
+        return Op(index, at, "load", name, ends_after=gives_up)
     if kind < 0.16:
         return Op(index, at, "unload", name)
     if kind < 0.24:
-        return Op(index, at, "replace", name, ends_after=leaves if draws.chance(0.2, "gives up", index) else None)
+        return Op(index, at, "replace", name, ends_after=gives_up)
     if kind < 0.30:
         return Op(index, at, "pin", name, ends_after=leaves)
     prompt = tuple(draws.below(VOCAB, "token", index, place) // 3 for place in range(draws.between(1, 10, "prompt", index)))

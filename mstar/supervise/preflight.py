@@ -15,6 +15,7 @@ from mstar.models.arch import ModelArch, load_arch
 from mstar.wire.security import curve_for
 
 DEFAULT_MAX_MODEL_LEN = 8192
+_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 log = logging.getLogger(__name__)
 
@@ -46,17 +47,29 @@ def _max_model_len(config: ServeConfig, arch: ModelArch) -> int:
     longest = config.max_model_len or min(arch.max_position_embeddings, DEFAULT_MAX_MODEL_LEN)
     if longest > arch.max_position_embeddings:
         raise ConfigError(f"max_model_len is {longest}, the model has {arch.max_position_embeddings} positions")
-    if config.num_gpu_blocks_override is None:
-        return longest
-    room = config.num_gpu_blocks_override * config.block_size
+    pages, source = _num_pages(config, arch)
+    room = pages * config.block_size
     if room >= longest:
         return longest
-    if config.max_model_len is not None:
+    if config.max_model_len is not None or room < config.block_size:
         raise ConfigError(
-            f"max_model_len is {longest}, but num_gpu_blocks_override {config.num_gpu_blocks_override} × block_size {config.block_size} "
-            f"holds {room} tokens: one request of that length could never run"
+            f"max_model_len is {longest}, but {source} gives {pages} KV pages of {config.block_size} tokens, {room} in all: one request of "
+            "that length could never run"
         )
+    log.warning("max_model_len is lowered from %d to %d tokens: what %s holds", longest, room, source)
     return room
+
+
+def _num_pages(config: ServeConfig, arch: ModelArch) -> tuple[int, str]:
+    """KV pages of the rank that has the fewest, as the ranks will count them, and the setting that they come from."""
+    if config.num_gpu_blocks_override is not None:
+        return config.num_gpu_blocks_override, f"num_gpu_blocks_override {config.num_gpu_blocks_override}"
+    heads = plan_heads(arch.num_heads, arch.num_kv_heads, config.tensor_parallel_size)
+    most = max(stop - start for start, stop in heads.kv_ranges)
+    item = _ITEM_BYTES[arch.dtype if config.dtype == "auto" else config.dtype]
+    page_bytes = 2 * arch.num_layers * config.block_size * most * arch.head_dim * item
+    pages = config.kv_cache_memory_bytes // config.tensor_parallel_size // page_bytes
+    return pages, f"kv_cache_memory_bytes {config.kv_cache_memory_bytes}"
 
 
 def _check_adapters(config: ServeConfig) -> None:

@@ -77,6 +77,8 @@ class Receiver(Generic[T]):
         if frame is None or frame.epoch != self.epoch or frame.kind == _HELLO:
             self.num_dropped += 1
             return None
+        if frame.kind not in (_MESSAGE, _BEAT):
+            raise ProtocolError(f"{self.peer} sent a frame of unknown kind {frame.kind}")
         if frame.kind == _BEAT:
             if frame.seq != self.last_seq:
                 raise ProtocolError(f"{self.peer} is at message {frame.seq}, but message {self.last_seq + 1} never came")
@@ -92,7 +94,7 @@ class Receiver(Generic[T]):
 
 
 class HelloReader(Generic[T]):
-    """Reads handshakes: (epoch, message), or None for anything else, which is counted."""
+    """Reads handshakes: (epoch, message), or None for anything else; a handshake that does not decode is counted."""
 
     def __init__(self, union: Any) -> None:
         self.num_dropped = 0

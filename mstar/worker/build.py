@@ -18,16 +18,18 @@ from mstar.config import ServeConfig
 from mstar.distributed.comm import CommGroup, init_comm
 from mstar.distributed.linear import Delta
 from mstar.distributed.shards import plan_heads
-from mstar.engine.resources.attention.torch_backend import TorchAttention
+from mstar.engine.resources.attention.select import default_attention
 from mstar.engine.resources.base import Resource
 from mstar.engine.resources.kv.cache import KvCache
 from mstar.engine.resources.kv.resource import KvResource, KvSpec
 from mstar.engine.resources.lora.pool import LoraAdapterPool
 from mstar.engine.runner import Runner
+from mstar.errors import ConfigError
 from mstar.launch import RankLaunch
 from mstar.models.arch import ModelArch, load_arch
 from mstar.models.loader import load_decoder, weights_bytes
 from mstar.models.lora_targets import lora_spec
+from mstar.worker.meeting import Meeting
 from mstar.worker.model import TorchModel
 
 log = logging.getLogger(__name__)
@@ -59,6 +61,7 @@ class Rank:
     """One rank, ready to step."""
 
     launch: RankLaunch
+    meeting: Meeting
     config: ServeConfig
     tp_rank: int
     arch: ModelArch
@@ -78,7 +81,9 @@ def build_rank(launch: RankLaunch, tp_rank: int, on_copy: Callable[[str], None])
     tp_size = config.tensor_parallel_size
     torch.set_num_threads(config.threads_per_rank or max(1, (os.cpu_count() or 1) // tp_size))
     device = torch.device("cpu") if config.device == "cpu" else torch.device("cuda", tp_rank % torch.cuda.device_count())
-    comm = init_comm(tp_rank, tp_size, launch.store, device, config.stuck_rank_timeout_s, config.agreement_timeout_s)
+    meeting = Meeting(launch.store, tp_rank, tp_size, config.start_timeout_s)
+    store = meeting.store if meeting.store is not None else launch.store
+    comm = init_comm(tp_rank, tp_size, store, device, config.stuck_rank_timeout_s, config.agreement_timeout_s)
     arch = load_arch(config.model)
     dtype = DTYPES[arch.dtype if config.dtype == "auto" else config.dtype]
     max_model_len = config.max_model_len or min(arch.max_position_embeddings, 8192)
@@ -89,13 +94,17 @@ def build_rank(launch: RankLaunch, tp_rank: int, on_copy: Callable[[str], None])
     page_bytes = KvCache.page_bytes(arch.num_layers, config.block_size, last - first, arch.head_dim, dtype)
     wanted = config.num_gpu_blocks_override or config.kv_cache_memory_bytes // tp_size // page_bytes
     num_pages = comm.all_reduce_min(wanted)
+    if num_pages * config.block_size < max_model_len:  # preflight sees to it; a request that never fits would block the queue
+        room = num_pages * config.block_size
+        raise ConfigError(f"max_model_len is {max_model_len}, but {num_pages} KV pages of {config.block_size} hold {room} tokens")
     cache = KvCache(arch.num_layers, num_pages, config.block_size, last - first, arch.head_dim, dtype, device)
-    attention = TorchAttention(cache, heads.kv_of_query(tp_rank), arch.head_dim**-0.5, arch.windows)
+    attention = default_attention(cache, heads.kv_of_query(tp_rank), arch.head_dim**-0.5, arch.windows)
     deltas = None if pool is None else partial(_delta, pool)
     decoder = load_decoder(config.model, arch, comm, dtype, device, max_model_len, attention, deltas)
     kv = KvResource(KvSpec(num_pages, config.block_size, config.enable_prefix_caching), decides=tp_rank == 0)
     resources: list[Resource] = [kv] if pool is None else [pool, kv]
-    runner = Runner(resources, TorchModel(decoder, attention, arch.eos_token_ids, device))
+    fence = partial(torch.cuda.synchronize, device) if device.type == "cuda" else None
+    runner = Runner(resources, TorchModel(decoder, attention, arch.eos_token_ids, device), fence)
     held = weights_bytes(decoder)
     slots = 0 if pool is None else pool.size_bytes
     log.info(
@@ -103,7 +112,7 @@ def build_rank(launch: RankLaunch, tp_rank: int, on_copy: Callable[[str], None])
         tp_rank, held / 1e6, slots / 1e6, config.max_loras, config.max_lora_rank, num_pages, config.block_size,
         num_pages * page_bytes / 1e6, str(dtype).removeprefix("torch."), device, torch.get_num_threads(),
     )  # fmt: skip
-    return Rank(launch, config, tp_rank, arch, comm, runner, pool, kv, agreement, max_model_len, held, slots)
+    return Rank(launch, meeting, config, tp_rank, arch, comm, runner, pool, kv, agreement, max_model_len, held, slots)
 
 
 def _delta(pool: LoraAdapterPool, target: str, layer_idx: int) -> Delta | None:

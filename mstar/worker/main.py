@@ -11,7 +11,6 @@ import logging
 import os
 import signal
 import sys
-import uuid
 
 from mstar.errors import ConfigError, MstarError
 from mstar.launch import RankLaunch, read_rank_launch
@@ -61,7 +60,8 @@ def _run(launch: RankLaunch, tp_rank: int) -> None:
 
     rank = build_rank(launch, tp_rank, on_copy)
     io = RankIo(tp_rank, launch.config, launch.front_endpoint, _ready(rank))
-    epoch = _meet(rank, io)
+    epoch = rank.meeting.epoch
+    _connect(rank, io)
     waiting.append(io)
     io.start(epoch, launch.config.start_timeout_s)
     loop = Leader(rank, io, epoch) if tp_rank == 0 else Follower(rank, io, epoch)
@@ -73,16 +73,12 @@ def _run(launch: RankLaunch, tp_rank: int) -> None:
             rank.pool.close()
 
 
-def _meet(rank: Rank, io: RankIo) -> str:
-    """Rank 0 draws the instance's epoch and binds; the others connect. Returns the epoch."""
-    said = ""
-    if rank.tp_rank == 0:
-        endpoint = io.bind_leader(rank.launch.leader_endpoint) if rank.comm.tp_size > 1 else ""
-        said = f"{uuid.uuid4().hex[:8]} {endpoint}"
-    epoch, _, endpoint = rank.comm.share_text(said).partition(" ")
+def _connect(rank: Rank, io: RankIo) -> None:
+    """Rank 0 binds and tells where; the others connect."""
     if rank.tp_rank > 0:
-        io.connect_leader(endpoint, epoch)
-    return epoch
+        io.connect_leader(rank.meeting.hear("leader's endpoint"), rank.meeting.epoch)
+    elif rank.comm.tp_size > 1:
+        rank.meeting.tell("leader's endpoint", io.bind_leader(rank.launch.leader_endpoint))
 
 
 def _ready(rank: Rank) -> RankReady:
