@@ -109,8 +109,8 @@ async def _announce(conductor: Conductor, launch: FrontLaunch, sock: socket.sock
     while not conductor.ready.is_set():
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(conductor.ready.wait(), 0.2)
-        if time.monotonic() - shown > 2.0 and not conductor.ready.is_set():
-            shown, every_s = time.monotonic(), 2.0
+        if time.monotonic() - shown > every_s and not conductor.ready.is_set():
+            shown, every_s = time.monotonic(), min(2 * every_s, 60.0)
             log.info("%s", conductor.not_ready_reason())
     models, more = conductor.served_models(limit=8)
     some = ", ".join(model.id for model in models) + (" and more" if more else "")

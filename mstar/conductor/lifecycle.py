@@ -195,6 +195,7 @@ class AdapterLifecycle:
             await self._load_on_ranks(adapter)
         was_pinned = served is not None and self._end_pin(served)
         self._registry.put(adapter)
+        log.info("adapter %s is served from %s, digest %s", name, path, adapter.digest[:12])
         if pinned or was_pinned:
             self._pin(adapter)
         if served is not None:

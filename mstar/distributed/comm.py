@@ -94,14 +94,6 @@ class CommGroup:
         """The minimum over the ranks of `value`, within the agreement's bound."""
         return self._agree([value], dist.ReduceOp.MIN)[0]
 
-    def share_text(self, text: str, size_bytes: int = 512) -> str:
-        """Rank 0's `text` on every rank, as UTF-8 of at most `size_bytes` bytes. Raises ValueError where it is longer."""
-        data = text.encode() if self.tp_rank == 0 else b""
-        if len(data) > size_bytes:
-            raise ValueError(f"{len(data)} bytes do not fit into {size_bytes}")
-        shared = self._agree([*data, *([0] * (size_bytes - len(data)))], dist.ReduceOp.MAX)
-        return bytes(shared).rstrip(b"\0").decode()
-
     def close(self) -> None:
         """Leave the groups. Call once, when no collective is in flight."""
         if self.tp_size > 1 and dist.is_initialized():

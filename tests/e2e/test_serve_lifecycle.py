@@ -12,7 +12,7 @@ import pytest
 from tests.e2e.prompts import greedy, seeded, some_tokens
 from tests.e2e.specs import FRAGILE, served_by
 from tests.support.adapters import ADAPTERS
-from tests.support.client import TokenStream, ask_together, new_client
+from tests.support.client import TokenStream, ask_together, fetch, first_token, new_client
 from tests.support.processes import descendants, still_alive, wait_for
 from tests.support.server import BASE, running_server
 
@@ -46,6 +46,29 @@ def test_a_rank_killed_while_streams_run_loses_none_of_them(server, reference, v
     assert status["instance_starts"] == starts + 1
     assert not set(server.pids()) & set(pids), "one rank's death ends the whole instance"
     reference.check_all(ask_together(server, [greedy(model, some_tokens(9, 94), 16) for model in (BASE, *ADAPTERS)]))
+
+
+@served_by(FRAGILE)
+def test_requests_that_come_or_go_while_the_ranks_start_again_end_as_ever(server, reference):
+    """A rank dies; before the next instance is up one client leaves, new requests come, and one waits for its whole answer all along."""
+    starts, pids = server.status()["instance_starts"], server.pids()
+
+    async def run():
+        async with new_client(server) as client:
+            leaver, stayer = (TokenStream(client, greedy(adapter, some_tokens(30, 98), 400)) for adapter in ADAPTERS[:2])
+            leaving, staying = [await first_token(stream) for stream in (leaver, stayer)]
+            whole = asyncio.ensure_future(fetch(client, greedy(BASE, some_tokens(60, 99), 300, prompt_logprobs=True)))
+            os.kill(pids[1], signal.SIGKILL)
+            await asyncio.to_thread(wait_for, "the instance to be down", lambda: server.get("/ready").status_code == 503)
+            await leaving.aclose()
+            asks = [greedy(adapter, some_tokens(11, 100), 20, prompt_logprobs=True) for adapter in (BASE, *ADAPTERS)]
+            came = [asyncio.ensure_future(fetch(client, ask)) for ask in asks]
+            async for _ in staying:
+                pass
+            return [await whole, stayer.answer(), *await asyncio.gather(*came)]
+
+    reference.check_all(asyncio.run(run()))
+    assert server.wait_until_idle()["instance_starts"] == starts + 1
 
 
 @served_by(FRAGILE)

@@ -8,7 +8,7 @@ import random
 from tests.e2e.prompts import MODELS, SAMPLINGS, greedy, seeded, some_tokens
 from tests.e2e.specs import LLAMA, served_by
 from tests.support.adapters import ADAPTERS
-from tests.support.client import Ask, TokenStream, ask_one, fetch, new_client
+from tests.support.client import Ask, TokenStream, ask_one, fetch, first_token, new_client
 from tests.support.processes import wait_for
 from tests.support.reference import TOLERANCE
 from tests.support.server import BASE, held
@@ -93,13 +93,6 @@ async def run_with_cancels(server, planned, draw):
         running = asyncio.gather(*(go(client, ask, fate) for ask, fate in planned))
         await running
     return answers, partial, cancelled
-
-
-async def first_token(stream):
-    """Open the stream up to its first token; the iterator goes on from there."""
-    events = aiter(stream)
-    await anext(events)
-    return events
 
 
 @served_by(LLAMA)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -145,7 +145,7 @@ class TokenStream:
         self.finish_reasons: list[str] = []
         self._events = events(client, "/v1/completions", ask.body())
 
-    async def __aiter__(self) -> AsyncIterator[list[int]]:
+    async def __aiter__(self) -> AsyncGenerator[list[int]]:
         try:
             async for event in self._events:
                 assert "error" not in event, event
@@ -168,3 +168,10 @@ class TokenStream:
         """What an ended stream gave; it must have ended once."""
         assert len(self.finish_reasons) == 1, self.finish_reasons
         return Answer(self.ask, tuple(self.tokens), tuple(self.logprobs), None, self.finish_reasons[0], 0)
+
+
+async def first_token(stream: TokenStream) -> AsyncGenerator[list[int]]:
+    """Open the stream up to its first token; what is returned goes on from there, and its `aclose` makes the client go away."""
+    rest = aiter(stream)
+    await anext(rest)
+    return rest
