@@ -320,10 +320,11 @@ class Conductor:
 
     def _down(self, reason: str) -> None:
         self.ready.clear()
+        proven = [request.rid for request in self._requests.values() if request.is_proven]
         for request in self._requests.values():
-            request.is_open = False
+            request.is_open = request.is_proven = False
         self._lifecycle.went_down(reason)
-        culprit = self._suspects.crashed(self._requests.keys())
+        culprit = self._suspects.crashed(self._requests.keys(), proven)
         if culprit is not None:
             log.error("request %s crashed the ranks again and ends; the others go on", culprit)
             error = RequestError("this request crashed a worker more than once", code="request_crashed_worker", status=500)
@@ -358,6 +359,7 @@ class Conductor:
             self._metrics.inter_token(label, now - request.last_token_at)
         request.last_token_at = now
         request.output.append(token.token_id)
+        request.is_proven = True
         self._clear(token.rid)
         self._metrics.tokens(label, "output", 1)
         reason = token.finish_reason

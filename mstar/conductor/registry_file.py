@@ -39,6 +39,7 @@ class RegistryFile:
         self._last = path.with_name(path.name + ".last")
         self._run = run
         self._num_lines = 0
+        self._is_whole = False  # nothing torn is in it that would hide what comes after
 
     def load(self) -> tuple[bool, list[Adapter]]:
         """Whether this same run wrote it, and what it served."""
@@ -64,14 +65,15 @@ class RegistryFile:
             if self._path.exists():
                 self._path.replace(self._last)
             beside.replace(self._path)
+            self._num_lines, self._is_whole = len(lines), True
         except OSError as error:
             log.error("the registry could not be written to %s: %s", self._path, error)
-        self._num_lines = len(lines)
+            self._is_whole = False
 
     def changed(self, name: str, adapter: Adapter | None, num_served: int, served: Callable[[], Iterable[Adapter]]) -> None:
         """`name` is served by `adapter` from now on, or (None) by nothing. `served` is asked where the log has to be written anew."""
         self._num_lines += 1
-        if self._num_lines > MAX_HISTORY * num_served + SLACK:
+        if not self._is_whole or self._num_lines > MAX_HISTORY * num_served + SLACK:
             self.begin(served())
             return
         try:
@@ -79,6 +81,7 @@ class RegistryFile:
                 file.write(_line({"name": name, "adapter": adapter}))
         except OSError as error:
             log.error("the registry could not be written to %s: %s", self._path, error)
+            self._is_whole = False
 
 
 def _line(record: dict[str, Any]) -> bytes:

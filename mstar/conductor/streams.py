@@ -61,6 +61,7 @@ class LiveRequest:
     output: list[int] = field(default_factory=list)
     last_token_at: float | None = None
     is_open: bool = False  # ranks of the present instance were told of it
+    is_proven: bool = False  # it had a token of the present instance
 
     @property
     def label(self) -> str | None:

@@ -1,13 +1,14 @@
 """Which request keeps crashing the instance.
 
 Pure. Requests in the last step before a crash are suspects. A suspect whose token comes after the restart is cleared. After a second
-crash with a common suspect, those in both crashes resume one at a time, each until its next token; the one that is alone under test when
-the instance crashes again is the culprit and ends. All others go on.
+crash with a common suspect, those in both crashes resume one at a time, each until its next token; one that crashes the instance again
+while nobody else in the step is unproven is the culprit and ends. All others go on.
 
     crash 1: {a, b, c}     crash 2: {a, b, d}, no token of a, b between     common: {a, b}
     test a alone (with everybody who is no suspect) ─► token: cleared ─► test b ─► crash: b is the culprit
 
-So nobody ends for fewer than three crashes: two may be somebody's kill -9.
+So nobody ends for fewer than three crashes: two may be somebody's kill -9. And nobody ends for what another one in the step may have
+done: others who have had no token since the restart are tested too then.
 """
 
 from __future__ import annotations
@@ -27,17 +28,23 @@ class Suspects:
         """A step begins with these requests."""
         self._last_step = frozenset(rids)
 
-    def crashed(self, live: Collection[str]) -> str | None:
-        """The instance crashed; `live` requests are to be resumed. Returns the culprit, if this crash shows one."""
+    def crashed(self, live: Collection[str], proven: Collection[str] = ()) -> str | None:
+        """The instance crashed; `live` requests are to be resumed, of which `proven` had a token since the last crash.
+
+        Returns the culprit, if this crash shows one.
+        """
         inside = self._last_step & frozenset(live)
         self._last_step = frozenset()
-        if self._queue and self._queue[0] in inside:
+        if not inside:
+            return None  # it died before a step, of nobody here: what is known stays known
+        unproven = inside - frozenset(proven)
+        if unproven and self._queue[:1] == list(unproven):
             culprit = self._queue.pop(0)
             self._suspected -= {culprit}
             return culprit
-        common = self._suspected & inside
-        if common:
-            self._queue = sorted(common)
+        known = frozenset(self._queue)
+        tested = unproven if known & inside else self._suspected & inside
+        self._queue += sorted(tested - known)
         self._suspected = inside
         return None
 

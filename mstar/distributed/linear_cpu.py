@@ -51,9 +51,7 @@ class CpuLinear:
         self._dtype = weight.dtype
         self._library = library
         self.in_size, self.out_size = in_size, out_size
-        self.native = _Linear(
-            self._blocked.data_ptr(), None if self._bias is None else self._bias.data_ptr(), in_size, out_size, is_bf16
-        )
+        self.native = _Linear(self._blocked.data_ptr(), None if self._bias is None else self._bias.data_ptr(), in_size, out_size, is_bf16)
         self._address = ctypes.addressof(self.native)
 
     @classmethod

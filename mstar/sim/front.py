@@ -187,6 +187,8 @@ class Front:
         assert name.loading is not None
         generation = name.loading[1]
         name.loading = None
+        if "adapter_unloaded" in name.answers.values():
+            raise Violation("loads", f"{generation.path} was refused as unloaded, but no unload was sent after it: {name.answers}")
         if any(name.answers.values()):
             self._world.note("front", f"{generation.path} was refused: {name.answers}")
             self._send_all(Unload(generation.name, generation.path))

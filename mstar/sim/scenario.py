@@ -14,6 +14,7 @@ from mstar.sim.draws import Draws
 
 _SCALES = (0.0, 0.01, 0.1, 0.5, 2.0)
 VOCAB = 5  # few tokens, so that prefixes are shared by chance
+LONGEST = 16  # tokens of a request, prompt and output
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,7 @@ def _settings(draws: Draws) -> Settings:
         max_loras=max_loras,
         max_cpu_loras=max_loras + draws.below(3, "cpu"),
         two_nodes=draws.chance(0.25, "nodes"),
-        num_pages=max(24 // block_size, draws.between(6, 24, "pages")),
+        num_pages=-(-LONGEST // block_size) + draws.below(3 if draws.chance(0.5, "tight") else 20, "pages"),
         block_size=block_size,
         prefix_caching=draws.chance(0.7, "prefix"),
         max_num_seqs=draws.between(1, 5, "seqs"),
@@ -151,7 +152,7 @@ def _op(draws: Draws, index: int, names: tuple[str, ...], settings: Settings, sp
         return Op(index, at, "replace", name, ends_after=gives_up)
     if kind < 0.30:
         return Op(index, at, "pin", name, ends_after=leaves)
-    prompt = tuple(draws.below(VOCAB, "token", index, place) // 3 for place in range(draws.between(1, 10, "prompt", index)))
+    prompt = tuple(draws.below(VOCAB, "token", index, place) // 3 for place in range(draws.between(1, LONGEST - 6, "prompt", index)))
     return Op(
         index,
         at,

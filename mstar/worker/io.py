@@ -404,7 +404,7 @@ class RankIo:
 
     def _drain(self, socket: zmq.Socket[bytes]) -> list[list[bytes]]:
         """What has come, up to a bound: a socket that has more is ready again at the next poll."""
-        frames = []
+        frames: list[list[bytes]] = []
         with contextlib.suppress(zmq.Again):
             while len(frames) < MAX_READ_AT_ONCE:
                 frames.append(socket.recv_multipart(zmq.NOBLOCK))

@@ -13,8 +13,8 @@ import time
 import uuid
 from datetime import timedelta
 
-import torch.distributed as dist
-from torch.distributed import PrefixStore, Store
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
 from mstar.errors import WorkerError
 
@@ -33,7 +33,7 @@ class Meeting:
         if tp_size == 1:
             return
         try:
-            shared, _, _ = next(dist.rendezvous(init_method, tp_rank, tp_size, timeout=timedelta(seconds=timeout_s)))
+            shared, _, _ = next(rendezvous(init_method, tp_rank, tp_size, timeout=timedelta(seconds=timeout_s)))
             if tp_rank == 0:
                 self._answer(shared, range(1, tp_size))
             else:

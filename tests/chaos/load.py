@@ -129,6 +129,8 @@ class Load:
                     if len(stream.tokens) == leave_after and not stream.finish_reasons:
                         stream.was_left = True
                         break
+        except (httpx.ConnectError, httpx.ConnectTimeout):
+            return "unreachable"  # nothing was accepted
         except httpx.TransportError as error:
             stream.error = type(error).__name__
         if not stream.has_done and not stream.was_left and not stream.error:

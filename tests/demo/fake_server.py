@@ -1,6 +1,7 @@
 """Stands in for `mstar serve` in test_run.py: the four routes that demo/run.py uses, and none of the model.
 
-`fake_server.py MODE --model DIR --port PORT`; MODE is "good", "dies" (exits with 3 before it is ready), "deaf" (ignores SIGINT) or "refuses" (404).
+`fake_server.py MODE --model DIR --port PORT`; MODE is "good", "dies" (exits with 3 before it is ready), "deaf" (ignores SIGINT) or
+"refuses" (404).
 """
 
 import json

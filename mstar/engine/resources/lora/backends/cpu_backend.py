@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from mstar.native import load_kernel
 from mstar.engine.resources.lora.addressing import LoraAddressing, Segment
 from mstar.engine.resources.lora.backends.base import LayerWeights, LoraBackend
+from mstar.native import load_kernel
 
 MAX_PARTS = 8
 _SOURCE = Path(__file__).with_name("lora_cpu.cpp")

@@ -7,11 +7,11 @@ import sys
 import pytest
 import torch
 
-from mstar.native import load_kernel
 from mstar.engine.resources.lora.addressing import LoraAddressing, group_by_slot
 from mstar.engine.resources.lora.backends.base import LayerWeights
 from mstar.engine.resources.lora.backends.cpu_backend import CpuLoraBackend
 from mstar.engine.resources.lora.backends.torch_backend import TorchLoraBackend
+from mstar.native import load_kernel
 
 CAP = 24
 TOLERANCE = {torch.float32: 2e-4, torch.bfloat16: 2e-2}
