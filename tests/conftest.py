@@ -17,3 +17,15 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     asked = config.getoption("-m")
     wants_gpu = "gpu" in asked and "not gpu" not in asked
     return True if collection_path.is_relative_to(GPU_FOLDER) and not wants_gpu else None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests of one `xdist_group` go to one process. xdist 3.8 notes a test's group where pytest 9.2 no longer looks.
+
+    Without it every group's server would be started by every process, again and again; see pytest-xdist#1386.
+    """
+    if getattr(config.option, "loadgroup", False):
+        for item in items:
+            groups = sorted({str(mark.args[0]) for mark in item.iter_markers("xdist_group")})
+            if groups and hasattr(item, "_id"):
+                item._id = type(item._id).parse(f"{item.nodeid}@{'_'.join(groups)}")

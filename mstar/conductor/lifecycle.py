@@ -191,7 +191,7 @@ class AdapterLifecycle:
             if pinned:
                 self._pin(self._served(name))
             return
-        if True:
+        with self._pins.promised(pinned and not (served is not None and served.pinned)):
             await self._load_on_ranks(adapter)
         was_pinned = served is not None and self._end_pin(served)
         self._registry.put(adapter)

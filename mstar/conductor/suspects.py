@@ -8,7 +8,7 @@ while nobody else in the step is unproven is the culprit and ends. All others go
     test a alone (with everybody who is no suspect) ─► token: cleared ─► test b ─► crash: b is the culprit
 
 So nobody ends for fewer than three crashes: two may be somebody's kill -9. And nobody ends for what another one in the step may have
-done: others who have had no token since the restart are tested too then.
+done: where others in it had no token since the restart either, everybody resumes one at a time, and the next crash shows who it is.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Suspects:
 
     def __init__(self) -> None:
         self._last_step: frozenset[str] = frozenset()
-        self._suspected: frozenset[str] = frozenset()  # in the last step of the last crash, no token since
+        self._suspected: frozenset[str] = frozenset()  # in the last step before a crash, no token since
         self._queue: list[str] = []  # to be tested one at a time, the first is under test
 
     def began(self, rids: Collection[str]) -> None:
@@ -43,9 +43,9 @@ class Suspects:
             self._suspected -= {culprit}
             return culprit
         known = frozenset(self._queue)
-        tested = unproven if known & inside else self._suspected & inside
-        self._queue += sorted(tested - known)
-        self._suspected = inside
+        suspected = frozenset(live) if known & inside else self._suspected & inside
+        self._queue += sorted(suspected - known)
+        self._suspected |= inside
         return None
 
     def may_run(self, rid: str) -> bool:

@@ -52,6 +52,13 @@ inline vuint load_words(const uint32_t* from) {
   return out;
 }
 
+inline vuint load_words_some(const uint32_t* from, int64_t count) {
+  if (count == kLanes) return load_words(from);
+  uint32_t lanes[kLanes] = {};
+  for (int64_t lane = 0; lane < count; ++lane) lanes[lane] = from[lane];
+  return load_words(lanes);
+}
+
 // Its own function: inlined into a larger one, the sums end up on the stack.
 template <typename T, int groups, int rows>
 __attribute__((noinline)) void tile(const uint32_t* weight, int64_t weight_groups, int64_t steps, const Rows& x, float* out,

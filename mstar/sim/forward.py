@@ -14,9 +14,10 @@ from mstar.engine.resources.kv.resource import KvResource
 from mstar.engine.resources.kv.rows import KvRows
 from mstar.engine.resources.lora.delta import LoraLayerDelta
 from mstar.engine.resources.lora.pool import LoraAdapterPool
-from mstar.engine.runner import ForwardInput, Runner, Sampled
+from mstar.engine.runner import ForwardInput, Runner, Sampled, SampleJob
+from mstar.errors import RequestError
 from mstar.sim.oracle import Oracle
-from mstar.sim.scenario import VOCAB
+from mstar.sim.scenario import token_of
 from mstar.sim.tiny import TARGET
 from mstar.sim.world import Violation, World
 from mstar.types import Row
@@ -52,11 +53,6 @@ class ModelRank(Protocol):
         ...
 
 
-def token_of(rid: str, position: int) -> int:
-    """The token that every rank samples for `rid` at output `position`."""
-    return (int(rid[1:]) * 7 + position * 3) % VOCAB
-
-
 class TinyModel:
     """See the module; called on the step thread."""
 
@@ -77,7 +73,17 @@ class TinyModel:
             key = ("forward", self._rank.tp_rank, rows[0].rid, rows[0].start)
             world.after(world.settings.forward_s, lambda: self._rank.unpark("forward"), *key)
             self._rank.park("forward")
-        return [Sampled(job.request.rid, token_of(job.request.rid, len(job.request.output)) if job.samples else None) for job in step.jobs]
+        return [self._sample(job) for job in step.jobs]
+
+    def _sample(self, job: SampleJob) -> Sampled:
+        """The token that was foretold; logits that are no numbers are so on every rank."""
+        rid, position = job.request.rid, len(job.request.output)
+        if not job.samples:
+            return Sampled(rid, None)
+        if self._rank.world.draws.chance(0.01, "not finite", rid, position):
+            error = RequestError("the logits of this request are not finite numbers", code="non_finite_logits", status=500)
+            return Sampled(rid, None, error=error)
+        return Sampled(rid, token_of(rid, position))
 
     def _check_marks(self, rows: list[Row]) -> None:
         """Every token of every row meets its own adapter's weights."""

@@ -8,6 +8,7 @@ It keeps the conductor's promises to the ranks, each of which some decision lean
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter, OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from dataclasses import dataclass, field
 from mstar.engine.resources.base import ResourceReqConfig
 from mstar.sim.messages import Abort, Ingest, Load, LoadAnswer, ToFront, ToRank, Unload
 from mstar.sim.oracle import Oracle
-from mstar.sim.scenario import Op
+from mstar.sim.scenario import Op, token_of
 from mstar.sim.tiny import Generation
 from mstar.sim.world import Channel, Violation, World
 from mstar.types import SamplingParams
@@ -80,7 +81,7 @@ class Front:
             raise Violation("tokens", f"{message.rid} ended with {message.num_tokens} tokens, asked for {live.op.max_tokens}")
         settings = self._world.settings
         is_calm = not settings.read_failures and not settings.slow_reads and max(settings.read_s, settings.turn_s) <= 0.1
-        if message.why != "length" and is_calm:
+        if message.why not in ("length", "non_finite_logits") and is_calm:
             raise Violation("failures", f"{message.rid} failed with {message.why}, though every read succeeds in time")
         self._end(message.rid, message.why)
 
@@ -103,7 +104,7 @@ class Front:
             return  # refused
         live = _Live(op, generation)
         self._live[op.rid] = live
-        self._oracle.accepted(op.rid, generation, pin=op.kind == "pin")
+        self._oracle.accepted(op.rid, generation, pin=op.kind == "pin", num_tokens=op.num_resumed)
         if op.ends_after is not None:
             self._world.at(self._world.now + op.ends_after, lambda: self._cancel(op.rid), "ends", op.index)
         if generation is not None and self._world.settings.gate and not self._fits(generation):
@@ -116,11 +117,14 @@ class Front:
 
     def _ingest(self, live: _Live) -> None:
         op, generation = live.op, live.generation
-        sampling = SamplingParams(op.max_tokens, seed=0) if op.kind == "request" else None
-        config = ResourceReqConfig(op.prompt, sampling)
+        config = ResourceReqConfig(op.prompt)
+        if op.kind == "request":
+            sampling = SamplingParams(op.max_tokens, seed=0, prompt_logprobs=0 if op.scores_prompt else None)
+            output = tuple(token_of(op.rid, position) for position in range(op.num_resumed))
+            config = dataclasses.replace(config, sampling=sampling, output=output)
         if generation is not None:
             self._inside[generation.path] += 1
-            config = ResourceReqConfig(op.prompt, sampling, generation.name, generation.cache_key)
+            config = dataclasses.replace(config, adapter=generation.name, cache_key=generation.cache_key)
         self._send_all(Ingest(op.rid, config))
 
     def _cancel(self, rid: str) -> None:

@@ -152,8 +152,12 @@ class Leader(SimRank):
         self._live.add(message.rid)
         self._max_tokens[message.rid] = 0 if sampling is None else sampling.max_tokens
         config = message.config
-        self._record(Ingested(message.rid, config.prompt, (), sampling is not None, adapter=config.adapter, cache_key=config.cache_key))
-        self.scheduler.add(rid, 0 if sampling is None else len(message.config.prompt), uses_slot=uses_slot)
+        scores = sampling is not None and sampling.prompt_logprobs is not None
+        self._record(
+            Ingested(message.rid, config.prompt, config.output, sampling is not None, scores, config.adapter, config.cache_key)
+        )  # fmt: skip
+        num_tokens = 0 if sampling is None else len(config.prompt) + len(config.output)
+        self.scheduler.add(rid, num_tokens, uses_slot=uses_slot)
 
     def from_front(self, message: ToRank) -> None:
         """An abort waits for the end of the step under way: the leader's step thread applies it."""

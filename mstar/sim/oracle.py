@@ -10,7 +10,7 @@ It is told what each rank did and looks at tables through what pools and page ta
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Protocol
 
 from mstar.engine.resources.kv.resource import KvResource
@@ -20,6 +20,7 @@ from mstar.engine.scheduler import Scheduler
 from mstar.errors import CapacityError
 from mstar.sim.collective import Collective
 from mstar.sim.reference import ReferenceTable
+from mstar.sim.scenario import token_of
 from mstar.sim.tiny import Generation
 from mstar.sim.world import Violation, World
 from mstar.types import Row, Step
@@ -62,24 +63,20 @@ class Oracle:
         self._pages: dict[int, dict[str, int]] = {}
         self._removes: dict[int, Counter[str]] = defaultdict(Counter)
         self._tokens: Counter[str] = Counter()
-        self._foretold: Callable[[str, int], int] = lambda rid, position: -1
         self.num_admits = 0
 
     # what is true
 
-    def accepted(self, rid: str, generation: Generation | None, *, pin: bool) -> None:
-        """The front accepted a request on `generation` (None: the base)."""
+    def accepted(self, rid: str, generation: Generation | None, *, pin: bool, num_tokens: int) -> None:
+        """The front accepted a request on `generation` (None: the base) that has `num_tokens` output tokens already."""
         self._generation_of[rid] = generation
+        self._tokens[rid] = num_tokens
         if pin:
             self._pins.add(rid)
 
     def withdrawn(self, rid: str) -> None:
         """A request ended before any rank heard of it."""
         del self._generation_of[rid]
-
-    def foretell(self, token_of: Callable[[str, int], int]) -> None:
-        """How a token follows from a request and its position."""
-        self._foretold = token_of
 
     def mark(self, rid: str, node: str) -> float:
         """The weights that `rid` must meet at a node; 0 for none."""
@@ -162,7 +159,7 @@ class Oracle:
 
     def sampled(self, rid: str, position: int, token_id: int) -> None:
         """The leader got a token."""
-        if position != self._tokens[rid] or token_id != self._foretold(rid, position):
+        if position != self._tokens[rid] or token_id != token_of(rid, position):
             raise Violation("tokens", f"{rid} got token {token_id} at position {position}, expected one at {self._tokens[rid]}")
         self._tokens[rid] += 1
 

@@ -7,6 +7,7 @@ the pool takes it at any time.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections import deque
 from collections.abc import Callable
@@ -14,7 +15,6 @@ from concurrent.futures import Future
 
 import torch
 
-from mstar.engine.resources.base import ResourceReqConfig
 from mstar.engine.resources.kv.resource import KvResource, KvSpec
 from mstar.engine.resources.lora.host_copy import HostCopy
 from mstar.engine.resources.lora.pool import LoraAdapterPool
@@ -190,9 +190,8 @@ class SimRank:
     def apply(self, message: ToRank) -> None:
         """What either role does with a message of the front."""
         if isinstance(message, Ingest):
-            config = message.config
-            adapter = None if config.adapter is None else self.own(config.adapter)
-            config = ResourceReqConfig(config.prompt, config.sampling, adapter, config.cache_key)
+            adapter = message.config.adapter
+            config = dataclasses.replace(message.config, adapter=None if adapter is None else self.own(adapter))
             self.runner.ingest(self.own(message.rid), config)
             self.ingested(message)
         elif isinstance(message, Load):

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from mstar.sim.collective import Collective
-from mstar.sim.forward import token_of
 from mstar.sim.front import Front
 from mstar.sim.lockstep import Follower, Hint, Leader, Order
 from mstar.sim.messages import Ended, LoadAnswer, ToRank
@@ -43,7 +42,6 @@ def simulate(scenario: Scenario, prepare: Callable[[list[SimRank]], None] = lamb
     nodes = NODES if settings.two_nodes else NODES[1:]
     collective = Collective(world, settings.num_ranks, settings.max_num_seqs)
     oracle = Oracle(world, nodes, collective)
-    oracle.foretell(token_of)
     generations: dict[str, Generation] = {}
     front = Front(world, oracle, nodes, generations)
     leader = Leader(world, 0, collective, oracle, generations)

@@ -61,12 +61,19 @@ class Op:
     name: str | None = None
     prompt: tuple[int, ...] = ()
     max_tokens: int = 0
+    num_resumed: int = 0  # output tokens that an earlier start of the instance gave
+    scores_prompt: bool = False  # asks for its prompt's logprobs, so it shares no pages
     ends_after: float | None = None  # request: aborted; pin: unpinned; load: given up
 
     @property
     def rid(self) -> str:
         """The request's id."""
         return f"r{self.index}"
+
+
+def token_of(rid: str, position: int) -> int:
+    """The token that every rank samples for `rid` at output `position`."""
+    return (int(rid[1:]) * 7 + position * 3) % VOCAB
 
 
 @dataclass(frozen=True)
@@ -153,12 +160,15 @@ def _op(draws: Draws, index: int, names: tuple[str, ...], settings: Settings, sp
     if kind < 0.30:
         return Op(index, at, "pin", name, ends_after=leaves)
     prompt = tuple(draws.below(VOCAB, "token", index, place) // 3 for place in range(draws.between(1, LONGEST - 6, "prompt", index)))
+    max_tokens = draws.between(1, 6, "max_tokens", index)
     return Op(
         index,
         at,
         "request",
         None if draws.chance(0.15, "base", index) else name,
         prompt,
-        max_tokens=draws.between(1, 6, "max_tokens", index),
+        max_tokens=max_tokens,
+        num_resumed=draws.below(max_tokens, "resumed", index) if draws.chance(0.1, "resumes", index) else 0,
+        scores_prompt=draws.chance(0.08, "scores", index),
         ends_after=leaves if draws.chance(0.25, "aborts", index) else None,
     )

@@ -7,6 +7,7 @@ listening socket takes that one client key and no other; frames of strangers nev
 from __future__ import annotations
 
 import hmac
+import ipaddress
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,4 +95,7 @@ def curve_for(endpoint: str, folder: str | None) -> Curve | None:
 
 def _is_loopback(endpoint: str) -> bool:
     host = endpoint.removeprefix("tcp://").rpartition(":")[0].strip("[]")
-    return host in ("localhost", "::1") or host.startswith("127.")
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False  # a name or an interface

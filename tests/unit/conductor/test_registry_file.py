@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import logging
+import os
+from pathlib import Path
 
 import pytest
 
+from mstar.conductor import registry_file
 from mstar.conductor.registry import Adapter
 from mstar.conductor.registry_file import RegistryFile
 
@@ -15,19 +17,48 @@ def adapter(name, number=1):
     return Adapter(name, f"{name}@e.{number}", f"/adapters/{name}", f"{name}", "ab" * 32, 1_700_000_000, pinned=name == "p")
 
 
+class Served:
+    """A registry that writes every change, as the conductor's does."""
+
+    def __init__(self, path, run="run"):
+        self.adapters = {}
+        self.file = RegistryFile(path, run)
+        self.file.begin([])
+
+    def put(self, new):
+        self.adapters[new.name] = new
+        self.file.changed(new.name, new, len(self.adapters), self.adapters.values)
+
+    def pop(self, name):
+        del self.adapters[name]
+        self.file.changed(name, None, len(self.adapters), self.adapters.values)
+
+
 @pytest.fixture
 def path(tmp_path):
     return tmp_path / "registry.json"
 
 
-def test_what_was_saved_comes_back_to_the_same_run(path):
-    saved = [adapter("p"), adapter("sql", 7)]
-    RegistryFile(path, "run").save(saved)
-    assert RegistryFile(path, "run").load() == (True, saved)
+@pytest.fixture
+def served(path):
+    return Served(path)
 
 
-def test_another_run_gets_the_adapters_and_is_told_so(path):
-    RegistryFile(path, "run").save([adapter("a")])
+def names(path, run="run"):
+    return [item.name for item in RegistryFile(path, run).load()[1]]
+
+
+def test_every_change_comes_back_to_the_same_run(path, served):
+    served.put(adapter("p"))
+    served.put(adapter("sql", 7))
+    served.put(adapter("gone"))
+    served.put(adapter("sql", 8))
+    served.pop("gone")
+    assert RegistryFile(path, "run").load() == (True, [adapter("p"), adapter("sql", 8)])
+
+
+def test_another_run_gets_the_adapters_and_is_told_so(path, served):
+    served.put(adapter("a"))
     assert RegistryFile(path, "another").load() == (False, [adapter("a")])
 
 
@@ -35,75 +66,98 @@ def test_without_a_file_nothing_was_served(path):
     assert RegistryFile(path, "run").load() == (False, [])
 
 
-def test_only_the_two_files_are_left_after_many_saves(path):
-    file = RegistryFile(path, "run")
-    for number in range(20):
-        file.save([adapter("a", number)])
+def test_only_the_two_files_are_left_after_many_starts(path):
+    for _ in range(5):
+        file = RegistryFile(path, "run")
+        file.begin([adapter("a")])
     assert {item.name for item in path.parent.iterdir()} == {"registry.json", "registry.json.last"}
-    assert file.load()[1] == [adapter("a", 19)]
 
 
-def test_a_file_torn_at_any_byte_is_found_and_the_last_good_one_used(path):
-    file = RegistryFile(path, "run")
-    file.save([adapter("before")])
-    file.save([adapter("before"), adapter("after")])
+def test_a_file_torn_at_any_byte_gives_what_stands_before_the_tear(path, served):
+    ends = {path.stat().st_size: []}
+    for name in "abc":
+        served.put(adapter(name))
+        ends[path.stat().st_size] = [*ends[max(ends)], name]
     whole = path.read_bytes()
-    for length in range(len(whole)):
+    path.with_name("registry.json.last").unlink(missing_ok=True)
+    for length in range(len(whole) + 1):
         path.write_bytes(whole[:length])
-        assert file.load() == (True, [adapter("before")])
-    path.write_bytes(whole)
-    assert len(file.load()[1]) == 2
+        complete = [names for end, names in ends.items() if end <= length]
+        assert names(path) == (complete[-1] if complete else [])
 
 
-def test_any_changed_byte_is_found(path):
-    file = RegistryFile(path, "run")
-    file.save([adapter("a")])
+def test_a_tear_in_the_first_line_gives_the_file_before(path, served):
+    served.put(adapter("before"))
+    RegistryFile(path, "run").begin([adapter("before"), adapter("after")])
+    path.write_bytes(path.read_bytes()[:20])
+    assert RegistryFile(path, "run").load() == (True, [adapter("before")])
+
+
+def test_any_changed_byte_is_found(path, served):
+    served.put(adapter("a"))
     whole = bytearray(path.read_bytes())
+    path.with_name("registry.json.last").unlink(missing_ok=True)
     for index in range(len(whole)):
-        changed = bytearray(whole)
-        changed[index] ^= 1
-        path.write_bytes(changed)
-        loaded = file.load()
-        assert loaded == (False, []) or loaded == (True, [adapter("a")]), "either it is refused, or the change means nothing"
+        for flip in (1, 0x80):
+            changed = bytearray(whole)
+            changed[index] ^= flip
+            path.write_bytes(changed)
+            assert RegistryFile(path, "run").load() in ((False, []), (True, []))
 
 
-def test_a_crash_between_the_two_renames_leaves_the_state_before(path):
-    file = RegistryFile(path, "run")
-    file.save([adapter("a")])
+def test_a_crash_between_the_two_renames_leaves_the_file_before(path, served):
+    served.put(adapter("a"))
     path.rename(path.with_name("registry.json.last"))
-    assert file.load() == (True, [adapter("a")])
+    assert RegistryFile(path, "run").load() == (True, [adapter("a")])
 
 
-def test_where_both_are_torn_nothing_comes_back_and_both_are_named(path, caplog):
-    file = RegistryFile(path, "run")
-    file.save([adapter("a")])
-    file.save([adapter("b")])
+def test_where_both_are_torn_nothing_comes_back_and_both_are_named(path, served, caplog):
+    served.put(adapter("a"))
+    RegistryFile(path, "run").begin([adapter("a")])
     path.write_text("{")
-    path.with_name("registry.json.last").write_text("")
+    path.with_name("registry.json.last").write_text("x y\n")
     with caplog.at_level(logging.ERROR):
-        assert file.load() == (False, [])
+        assert RegistryFile(path, "run").load() == (False, [])
     assert [str(path) in record.message for record in caplog.records] == [True, True]
 
 
-def test_a_file_of_another_shape_is_not_usable(path):
-    file = RegistryFile(path, "run")
-    for text in ("[]", '"x"', json.dumps({"sha256": "", "body": 3}), "null", "\x00"):
-        path.write_text(text)
-        assert file.load() == (False, [])
-
-
-def test_fields_that_this_version_does_not_know_are_refused_as_a_whole(path):
-    file = RegistryFile(path, "run")
-    file.save([adapter("a")])
-    outer = json.loads(path.read_text())
-    body = json.loads(outer["body"])
-    body["adapters"][0]["colour"] = "red"
-    path.write_text(json.dumps({"sha256": outer["sha256"], "body": json.dumps(body)}))
-    assert file.load() == (False, [])
+@pytest.mark.parametrize("text", ["", "\n", "null\n", "a b c\n", "\x00\n", '{"run": "run"}\n', "é\n"])
+def test_a_file_of_another_shape_is_not_usable(path, text):
+    path.write_text(text)
+    assert RegistryFile(path, "run").load() == (False, [])
 
 
 def test_a_disk_that_takes_nothing_is_logged_and_serving_goes_on(tmp_path, caplog):
-    file = RegistryFile(tmp_path / "missing" / "registry.json", "run")
     with caplog.at_level(logging.ERROR):
-        file.save([adapter("a")])
-    assert "could not be written" in caplog.text
+        served = Served(tmp_path / "missing" / "registry.json")
+        served.put(adapter("a"))
+    assert caplog.text.count("could not be written") == 2
+
+
+def test_a_line_cut_by_a_full_disk_hides_nothing_that_is_written_once_there_is_room_again(path, served, monkeypatch, caplog):
+    served.put(adapter("a"))
+    opened = Path.open
+
+    def full(self, mode="r", **options):
+        file = opened(self, mode, **options)
+        if mode != "ab":
+            return file
+        os.write(file.fileno(), b"0123456789abcdef {")  # half a line, then no space
+        file.close()
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "open", full)
+    served.put(adapter("b"))
+    monkeypatch.undo()
+    assert "No space left" in caplog.text
+    assert names(path) == ["a"]
+    served.put(adapter("c"))
+    assert names(path) == ["a", "b", "c"]
+
+
+def test_history_is_dropped_when_most_of_the_file_is_history(path, served, monkeypatch):
+    monkeypatch.setattr(registry_file, "SLACK", 10)
+    for number in range(200):
+        served.put(adapter("a", number))
+    assert len(path.read_bytes().splitlines()) < 20
+    assert RegistryFile(path, "run").load() == (True, [adapter("a", 199)])

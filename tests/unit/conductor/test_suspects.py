@@ -68,6 +68,14 @@ def test_a_poisoned_request_alone_ends_at_its_third_crash():
     assert instance.blamed == ["p"] and instance.num_crashes == 3
 
 
+def test_two_poisoned_requests_that_crash_by_turns_are_both_found():
+    instance = Instance("pq", poison="pq")
+    for rid in "pqpqpqpqpq":
+        if rid in instance.live:
+            instance.step([rid])
+    assert sorted(instance.blamed) == ["p", "q"]
+
+
 def test_two_crashes_blame_nobody():
     """An operator's kill -9 may come twice."""
     instance = Instance("a")
@@ -138,7 +146,7 @@ def test_one_under_test_that_ends_passes_its_turn_on():
     instance.step()
     assert instance.open == {"a"}
     instance.end("a")  # its client went away
-    assert instance.open == {"b"}
+    assert "b" in instance.open and "p" not in instance.open
 
 
 def test_one_that_waits_for_its_test_and_ends_leaves_the_queue():
@@ -171,10 +179,11 @@ def test_whatever_the_steps_every_poisoned_request_ends_and_no_other(seed):
         some = [rid for rid in instance.open if draw.random() < 0.7]
         instance.step(some or None)
         if draw.random() < 0.1:
-            instance.live[f"n{len(instance.live)}-{draw.random()}"] = None
-            instance.up()
+            name = f"n{draw.random()}"
+            instance.live[name] = None
+            instance.open.add(name)
     assert sorted(instance.blamed) == sorted(poison)
-    assert instance.num_crashes <= 2 + 3 * len(poison)
+    assert instance.num_crashes <= 3 + 2 * len(poison)
 
 
 @pytest.mark.parametrize("seed", range(100))

@@ -245,8 +245,7 @@ class Step {
         const int64_t some = steps - step < kLanes ? steps - step : kLanes;
         vuint rows[kLanes];
         for (int64_t lane = 0; lane < kLanes; ++lane) {
-          rows[lane] = vuint{};
-          if (from[lane] != nullptr) std::memcpy(&rows[lane], from[lane] + step, some * 4);
+          rows[lane] = from[lane] == nullptr ? vuint{} : load_words_some(from[lane] + step, some);
         }
         transpose(rows);
         for (int64_t i = 0; i < some; ++i) std::memcpy(to + (step + i) * kChunk + key, &rows[i], sizeof(vuint));
