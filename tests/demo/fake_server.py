@@ -41,6 +41,7 @@ sys.stderr.write("[fake] loading weights\n")
 if MODE == "dies":
     sys.stderr.write("out of luck\n")
     sys.exit(3)
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a test run in the background inherits one that ignores it
 if MODE == "deaf":
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 try:

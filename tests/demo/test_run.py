@@ -29,11 +29,14 @@ def run_demo(monkeypatch, capfd):
         assert [child.poll() is not None for child in children] == [True]
         return code, capfd.readouterr().out
 
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a test run in the background ignores it
     monkeypatch.setattr(signal, "signal", lambda number, handler: None)  # main() would take signals over for good
     monkeypatch.setattr(demo.run, "fetch_model", lambda: Path("unused"))
     monkeypatch.setattr(demo.run, "console", demo.run.Console(width=140))
     monkeypatch.setattr(subprocess, "Popen", popen)
-    return run
+    yield run
+    monkeypatch.undo()
+    signal.signal(signal.SIGINT, before)
 
 
 def test_demo_shows_four_answers_with_tokens_and_slots(run_demo):

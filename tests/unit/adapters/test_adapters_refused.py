@@ -260,6 +260,11 @@ CASES: list[tuple[str, str, Make, tuple[str, ...]]] = [
 
 # Reached elsewhere: paths, reads under way, values.
 ELSEWHERE = {
+    "added_tokens",
+    "hub_no_adapter",
+    "hub_not_found",
+    "hub_too_large",
+    "hub_unreachable",
     "base_copy_values",
     "base_unreadable",
     "tied_ends",
