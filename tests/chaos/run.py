@@ -173,7 +173,9 @@ class Chaos:
             return re.search(str(pattern), log.read().decode(errors="replace")) is not None
 
     def _progress(self, record: FaultRecord) -> None:
-        sys.stderr.write(f"{record.at_s:7.1f} s  #{record.index:<3} {record.kind:24} found {record.found_s} s, serves {record.served_s} s\n")
+        sys.stderr.write(
+            f"{record.at_s:7.1f} s  #{record.index:<3} {record.kind:24} found {record.found_s} s, serves {record.served_s} s\n"
+        )
 
     def _judge(self, streams: Sequence[Stream], windows: Sequence[tuple[FaultRecord, float, float]]) -> None:
         """What each stream's end was, and which fault it met."""
@@ -267,12 +269,17 @@ def run_chaos(seed: int, kinds: Sequence[str], folder: Path) -> Report:
 
 def table(report: Report) -> str:
     """The report for people: one line per kind of fault."""
-    lines = [f"{'fault':24} {'times':>5} {'found s':>15} {'serves again s':>15} {'running':>8} {'complete':>9} {'lost*':>6} {'file**':>6} {'bad':>4}"]
+    lines = [
+        f"{'fault':24} {'times':>5} {'found s':>15} {'serves again s':>15} {'running':>8} {'complete':>9} {'lost*':>6} {'file**':>6} {'bad':>4}"
+    ]
     for kind in FAULTS:
         records = [record for record in report.faults if record.kind == kind]
         if not records:
             continue
-        total = {name: sum(getattr(record, name) for record in records) for name in ("running", "complete", "lost_with_front", "adapter_errors", "bad")}
+        total = {
+            name: sum(getattr(record, name) for record in records)
+            for name in ("running", "complete", "lost_with_front", "adapter_errors", "bad")
+        }
         lines.append(
             f"{kind:24} {len(records):5} {_spread([record.found_s for record in records]):>15} {_spread([record.served_s for record in records]):>15} "
             f"{total['running']:8} {total['complete']:9} {total['lost_with_front']:6} {total['adapter_errors']:6} {total['bad']:4}"

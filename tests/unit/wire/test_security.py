@@ -29,13 +29,28 @@ def keys(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("endpoint", ["ipc:///tmp/x", "inproc://x", "tcp://127.0.0.1:1", "tcp://127.9.9.9:1", "tcp://localhost:1", "tcp://[::1]:1"])
+@pytest.mark.parametrize(
+    "endpoint", ["ipc:///tmp/x", "inproc://x", "tcp://127.0.0.1:1", "tcp://127.9.9.9:1", "tcp://localhost:1", "tcp://[::1]:1"]
+)
 def test_loopback_and_ipc_need_no_keys(endpoint):
     assert curve_for(endpoint, None) is None
 
 
 @pytest.mark.parametrize(
-    "host", ["10.0.0.1", "0.0.0.0", "*", "[2001:db8::1]", "[::]", "front.example", "127.0.0.1.example", "127.evil", "eth0", "localhost.example", ""]
+    "host",
+    [
+        "10.0.0.1",
+        "0.0.0.0",
+        "*",
+        "[2001:db8::1]",
+        "[::]",
+        "front.example",
+        "127.0.0.1.example",
+        "127.evil",
+        "eth0",
+        "localhost.example",
+        "",
+    ],
 )
 def test_every_other_address_does(host, keys):
     with pytest.raises(ConfigError, match="needs keys"):
@@ -138,7 +153,9 @@ def another_set_of_keys(sock):
 
 @pytest.mark.parametrize("kind", ["none", "password", "own pair", "other set"])
 def test_a_stranger_without_the_ranks_key_gets_no_word_in_and_a_rank_is_served_meanwhile(kind, keys):
-    secure = {"none": no_keys, "password": plain_password, "own pair": only_the_servers_public_key(keys), "other set": another_set_of_keys}[kind]
+    secure = {"none": no_keys, "password": plain_password, "own pair": only_the_servers_public_key(keys), "other set": another_set_of_keys}[
+        kind
+    ]
 
     async def run():
         context = zmq.Context()
