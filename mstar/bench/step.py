@@ -29,6 +29,7 @@ from mstar.types import Row, SamplingParams, Step
 from mstar.worker.build import Rank, build_rank
 
 PROMPT_TOKENS = 64
+_MAX_MODEL_LEN = 1024
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,8 @@ def _rank(model: Path, workdir: str, cap: int | None, batch: int, threads: int |
         max_lora_rank=cap or 1,
         max_num_batched_tokens=max(512, batch * PROMPT_TOKENS),
         max_num_seqs=batch,
-        num_gpu_blocks_override=batch * 64,
+        max_model_len=_MAX_MODEL_LEN,
+        num_gpu_blocks_override=batch * _MAX_MODEL_LEN // 16,
         enable_prefix_caching=False,
     )
     launch = RankLaunch(config=config, front_endpoint="", leader_endpoint="", store="", run_dir=workdir)

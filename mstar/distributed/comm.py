@@ -3,6 +3,7 @@
 Owned by the rank's step thread, the sole issuer of collectives; every rank issues the same ones in the same order. Two process
 groups: activations go over gloo (CPU) or NCCL (CUDA); agreements over a gloo group of their own, with their own bound, so
 that a rank still waiting for an adapter's file never sits inside an activation collective and is reported for what it is.
+On a CPU, ranks of one host exchange activations through memory that they share instead (`host_memory.py`).
 
 A failed or timed-out collective raises WorkerError: the ranks no longer stand at the same place, the instance restarts.
 `CommGroup.single()` is TP 1: nothing is initialised and every call returns its argument.
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
+from mstar.distributed.host_memory import DTYPES, HostMemory
 from mstar.distributed.shards import Range
 from mstar.errors import WorkerError
 
@@ -37,6 +39,7 @@ class CommGroup:
     ) -> None:
         self.tp_rank = tp_rank
         self.tp_size = tp_size
+        self.host_memory: HostMemory | None = None
         self._group = group
         self._agreement_group = agreement_group
 
@@ -51,7 +54,13 @@ class CommGroup:
         The sum is taken in `x`'s own dtype. The partial products are already rounded to it, at two ranks one addition rounds
         the same either way, and float32 on the wire would double the bytes of the step's most frequent message.
         """
-        if self.tp_size > 1:
+        if self.tp_size == 1:
+            return x
+        if self.host_memory is not None and x.dtype in DTYPES:
+            missing = self.host_memory.sum(x)
+            if missing is not None:
+                raise self.lost(missing)
+        else:
             try:
                 dist.all_reduce(x, group=self._group)
             except RuntimeError as error:
@@ -66,6 +75,11 @@ class CommGroup:
         if self.tp_size == 1:
             return x
         sizes = [stop - start for start, stop in cuts]
+        if self.host_memory is not None and self.host_memory.fits(x, sizes):
+            whole = self.host_memory.gather(x, sizes)
+            if isinstance(whole, int):
+                raise self.lost(whole)
+            return whole
         width = max(sizes)
         local = x.contiguous() if x.shape[1] == width else torch.nn.functional.pad(x, (0, width - x.shape[1]))
         gathered = x.new_empty((self.tp_size, x.shape[0], width))
@@ -99,6 +113,14 @@ class CommGroup:
         if self.tp_size > 1 and dist.is_initialized():
             dist.destroy_process_group()
 
+    def join_host_memory(self, timeout_s: float) -> None:
+        """Exchange activations through shared memory from now on, where all ranks of the group can: a collective, called by all."""
+        self.host_memory = HostMemory.join(self.tp_rank, self.tp_size, timeout_s, self.agree_max, self.all_reduce_min)
+
+    def lost(self, missing: int) -> WorkerError:
+        """What to raise where TP rank `missing` did not come to a sum in time, or is gone."""
+        return WorkerError(f"TP rank {missing} did not come to a collective that TP rank {self.tp_rank} of {self.tp_size} waits in")
+
     def _agree(self, values: Sequence[int], op: dist.ReduceOp.RedOpType) -> list[int]:
         if self.tp_size == 1:
             return list(values)
@@ -124,7 +146,7 @@ def init_comm(
     """Join the TP group and return this rank's handle; blocks until all `tp_size` ranks have come, at most `timeout_s`.
 
     `store` is a torch store that every rank reaches, or an init method (`tcp://…`, `file://…`). Activations take NCCL on a
-    CUDA `device`, else gloo; a collective on them is bounded by `timeout_s`, an agreement by `agreement_timeout_s`.
+    CUDA `device`, else shared memory or gloo; a collective on them is bounded by `timeout_s`, an agreement by `agreement_timeout_s`.
     Raises WorkerError when the group does not come together.
     """
     if tp_size == 1:
@@ -139,4 +161,7 @@ def init_comm(
         agreement_group = dist.new_group(backend="gloo", timeout=timedelta(seconds=agreement_timeout_s))
     except RuntimeError as error:
         raise WorkerError(f"TP rank {tp_rank} of {tp_size} could not join its group: {' '.join(str(error).split())}") from error
-    return CommGroup(tp_rank, tp_size, group, agreement_group)
+    comm = CommGroup(tp_rank, tp_size, group, agreement_group)
+    if not on_cuda:
+        comm.join_host_memory(timeout_s)
+    return comm

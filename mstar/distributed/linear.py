@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +23,17 @@ from mstar.native.pages import HugePages
 
 Product = Callable[[Tensor], Tensor]  # x [tokens, in of this rank] -> y [tokens, out of this rank]
 Delta = Callable[[Tensor, Tensor], Tensor]  # (y, x): does y += delta(x) in place and returns y
+
+
+@runtime_checkable
+class NativeDelta(Protocol):
+    """A delta that a CPU kernel may add without Python in between: the same numbers as calling it, or None where it cannot."""
+
+    def native_target(self) -> int | None:
+        """The address of what the kernel adds at this linear."""
+
+    def native_step(self) -> tuple[int, int] | None:
+        """The kernel and its plan for the current step, both addresses; (0, 0) where nothing is added in it."""
 
 
 def linear_product(weight: Tensor, bias: Tensor | None = None, pages: HugePages | None = None) -> Product:

@@ -33,7 +33,7 @@ void columns(const uint32_t* weight, int64_t weight_groups, int64_t in, Rows x, 
     tile<T, groups>(rows, weight, weight_groups, whole, x, sums[0], groups * kLanes);
     for (int64_t r = 0; r < rows; ++r) {
       for (int64_t g = 0; g < groups; ++g) {
-        const int64_t first = g * kLanes, count = out - first < kLanes ? out - first : kLanes;
+        const int64_t first = g * kLanes, count = out - first;
         vfloat total = load(sums[r] + first);
         if (whole * kInStep<T> < in) {
           uint32_t last = 0;

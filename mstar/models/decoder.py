@@ -7,8 +7,8 @@ Owned by the rank's step thread. Attention and the LoRA deltas come in through t
                   x += down_proj(silu(gate) * up of gate_up_proj(norm(x)))  gate and up fused, cut; one all-reduce
     rows that need logits -> norm -> lm_head (vocabulary cut, delta, gathered) -> [L, vocab] float32, the same bits on every rank
 
-Roundings follow transformers step by step (norms in float32, cast, then scaled; cos and sin in the model's dtype), so bfloat16
-agrees as closely as two orders of the same sums can.
+Roundings follow transformers step by step (`ops.py`), so bfloat16 agrees as closely as two orders of the same sums can. On a CPU
+the layers of a step run in one call (`layers_cpu.py`) where nothing in between needs Python.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from mstar.distributed.comm import CommGroup
@@ -25,7 +24,9 @@ from mstar.distributed.linear import ColumnParallelLinear, Delta, Product, RowPa
 from mstar.distributed.shards import even_cuts, plan_heads
 from mstar.engine.resources.attention.base import AttentionBackend
 from mstar.models.arch import ModelArch
-from mstar.models.rope import Rope, rotate
+from mstar.models.layers_cpu import CpuLayers, LayerParts, layer_ops
+from mstar.models.ops import LayerOps
+from mstar.models.rope import Rope
 
 # (target, layer_idx) -> the delta of that linear, the LoRA pool's `layer_delta`; None where adapters do not adapt it.
 LayerDeltas = Callable[[str, int], Delta | None]
@@ -77,7 +78,9 @@ class Decoder:
         self._vocab_cuts = even_cuts(arch.vocab_size, comm.tp_size)
         self._embedding_delta = None if deltas is None else deltas("embed_tokens", 0)
         self._head_delta = None if deltas is None else deltas("lm_head", 0)
-        self._layers = tuple(_Layer(arch, index, layer, comm, attention, deltas) for index, layer in enumerate(weights.layers))
+        self._ops = layer_ops(weights.final_norm)
+        self._layers = tuple(_Layer(arch, index, layer, comm, attention, deltas, self._ops) for index, layer in enumerate(weights.layers))
+        self._at_once = CpuLayers.create([layer.parts for layer in self._layers], arch.rms_norm_eps, attention, comm)
 
     @torch.inference_mode()
     def forward(self, tokens: Tensor, positions: Tensor, logits_rows: Tensor) -> Tensor:
@@ -88,11 +91,12 @@ class Decoder:
         """
         x = self._embed(tokens)
         cos, signed_sin = self._rope.tables(positions)
-        for layer in self._layers:
-            x = layer.forward(x, cos, signed_sin)
+        if self._at_once is None or not self._at_once.forward(x, cos, signed_sin):
+            for layer in self._layers:
+                x = layer.forward(x, cos, signed_sin)
         if logits_rows.numel() == 0:  # every rank has the same rows, so all of them leave out the gather
             return x.new_empty((0, self.arch.vocab_size), dtype=torch.float32)
-        x = _rms_norm(x.index_select(0, logits_rows), self.weights.final_norm, self.arch.rms_norm_eps)
+        x = self._ops.norm(x.index_select(0, logits_rows), self.weights.final_norm, self.arch.rms_norm_eps)
         local = self.weights.lm_head(x)
         if self._head_delta is not None:
             local = self._head_delta(local, x)
@@ -124,10 +128,16 @@ class _Layer:
         comm: CommGroup,
         attention: AttentionBackend,
         deltas: LayerDeltas | None,
+        ops: LayerOps,
     ) -> None:
         def delta(target: str) -> Delta | None:
             return None if deltas is None else deltas(target, layer_idx)
 
+        names = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
+        qkv, o, gate_up, down = products = (weights.qkv, weights.o, weights.gate_up, weights.down)
+        on_qkv, on_o, on_gate_up, on_down = added = tuple(map(delta, names))
+        self.parts = LayerParts(weights.input_norm, weights.qk_norm, weights.post_norm, products, added)
+        self._ops = ops
         self._layer_idx = layer_idx
         self._weights = weights
         self._attention = attention
@@ -138,26 +148,22 @@ class _Layer:
         first_kv, last_kv = plan.kv_ranges[comm.tp_rank]
         self._num_heads = last_q - first_q
         self._num_kv_heads = last_kv - first_kv
-        self._qkv = ColumnParallelLinear(weights.qkv, delta("qkv_proj"))
-        self._o = RowParallelLinear(weights.o, comm, delta("o_proj"))
-        self._gate_up = ColumnParallelLinear(weights.gate_up, delta("gate_up_proj"))
-        self._down = RowParallelLinear(weights.down, comm, delta("down_proj"))
+        self._qkv = ColumnParallelLinear(qkv, on_qkv)
+        self._o = RowParallelLinear(o, comm, on_o)
+        self._gate_up = ColumnParallelLinear(gate_up, on_gate_up)
+        self._down = RowParallelLinear(down, comm, on_down)
 
     def forward(self, x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
         """Add this layer to the residual `x [T, hidden]` in place; `cos`, `signed_sin [T, 1, head_dim]`."""
-        qkv = self._qkv(_rms_norm(x, self._weights.input_norm, self._eps))
+        ops = self._ops
+        qkv = self._qkv(ops.norm(x, self._weights.input_norm, self._eps))
         heads = qkv.view(x.shape[0], -1, self._head_dim)
         to_rotate = heads[:, : self._num_heads + self._num_kv_heads]  # q and k heads, turned together
         if self._weights.qk_norm is not None:
-            to_rotate = _rms_norm(to_rotate, self._weights.qk_norm, self._eps)
-        rotated = rotate(to_rotate, cos, signed_sin)
+            to_rotate = ops.norm(to_rotate, self._weights.qk_norm, self._eps)
+        rotated = ops.rotate(to_rotate, cos, signed_sin)
         q, k = rotated[:, : self._num_heads], rotated[:, self._num_heads :]
         v = heads[:, self._num_heads + self._num_kv_heads :]
         x.add_(self._o(self._attention.forward(self._layer_idx, q, k, v)))
-        gate, up = self._gate_up(_rms_norm(x, self._weights.post_norm, self._eps)).chunk(2, dim=-1)
-        return x.add_(self._down(F.silu(gate).mul_(up)))
-
-
-def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Root-mean-square norm over the last dimension: float32 inside, cast to `x`'s dtype, then scaled, as transformers rounds."""
-    return F.rms_norm(x, (x.shape[-1],), None, eps) * weight
+        gate_up = self._gate_up(ops.norm(x, self._weights.post_norm, self._eps))
+        return x.add_(self._down(ops.gate(gate_up)))

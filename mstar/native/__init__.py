@@ -17,6 +17,7 @@ import shutil
 import subprocess
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -50,6 +51,13 @@ def load_kernel(source: Path) -> ctypes.CDLL | None:
         detail = getattr(error, "stderr", b"") or b""
         log.warning("%s could not be built, torch's operations are used: %s %s", source.name, error, detail.decode(errors="replace")[-500:])
         return None
+
+
+def address_of(function: Any) -> int:
+    """Where a function of a loaded library lies, for a kernel that calls it."""
+    address = ctypes.cast(function, ctypes.c_void_p).value
+    assert address is not None
+    return address
 
 
 def _text(source: Path) -> str:

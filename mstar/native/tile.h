@@ -53,7 +53,7 @@ inline vuint load_words(const uint32_t* from) {
 }
 
 inline vuint load_words_some(const uint32_t* from, int64_t count) {
-  if (count == kLanes) return load_words(from);
+  if (count >= kLanes) return load_words(from);
   uint32_t lanes[kLanes] = {};
   for (int64_t lane = 0; lane < count; ++lane) lanes[lane] = from[lane];
   return load_words(lanes);

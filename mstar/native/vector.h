@@ -64,19 +64,19 @@ inline void store(vfloat value, Bf16* to) {
   std::memcpy(to, &half, sizeof half);
 }
 
-// The first `count` lanes alone.
+// The first `count` lanes alone. Loops, since a copy of unknown size is a slow string instruction or a call.
 template <typename T>
 inline void store_some(vfloat value, T* to, int64_t count) {
-  if (count == kLanes) return store(value, to);
+  if (count >= kLanes) return store(value, to);
   T lanes[kLanes];
   store(value, lanes);
-  std::memcpy(to, lanes, count * sizeof(T));
+  for (int64_t lane = 0; lane < count; ++lane) to[lane] = lanes[lane];
 }
 template <typename T>
 inline vfloat load_some(const T* from, int64_t count) {
-  if (count == kLanes) return load(from);
+  if (count >= kLanes) return load(from);
   T lanes[kLanes] = {};
-  std::memcpy(lanes, from, count * sizeof(T));
+  for (int64_t lane = 0; lane < count; ++lane) lanes[lane] = from[lane];
   return load(lanes);
 }
 

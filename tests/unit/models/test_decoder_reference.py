@@ -82,7 +82,7 @@ def test_nan_left_in_a_reused_page_reaches_no_other_request(dtype, tmp_path):
     engine.finish("a")
     engine.finish("b")
     engine.finish("poison")
-    cache = engine.attention.cache
+    cache = engine.cache
     cache.k[:, : cache.num_pages] = float("nan")
     cache.v[:, : cache.num_pages] = float("nan")
     again = engine.step([("c", first), ("d", second)])
@@ -99,6 +99,6 @@ def test_a_row_full_of_nan_leaves_the_other_rows_of_its_step_alone(tmp_path):
     before = engine.step([("bad", [3]), ("good", [4])])[1]
     engine.lengths.update(bad=9, good=12)
     for page in engine.tables["bad"]:
-        engine.attention.cache.v[:, page] = float("nan")
+        engine.cache.v[:, page] = float("nan")
     bad, good = engine.step([("bad", [3]), ("good", [4])])
     assert bad.isnan().any() and torch.equal(good, before)

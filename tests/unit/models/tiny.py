@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,7 +22,8 @@ from transformers import (
 
 from mstar.distributed.comm import CommGroup
 from mstar.distributed.shards import plan_heads
-from mstar.engine.resources.attention.torch_backend import TorchAttention
+from mstar.engine.resources.attention.base import AttentionBackend
+from mstar.engine.resources.attention.select import default_attention
 from mstar.engine.resources.kv.cache import KvCache
 from mstar.engine.resources.kv.rows import KvRows
 from mstar.models.arch import ModelArch, load_arch
@@ -91,7 +93,8 @@ class Engine:
 
     arch: ModelArch
     decoder: Decoder
-    attention: TorchAttention
+    attention: AttentionBackend
+    cache: KvCache
     free: list[int]
     tables: dict[str, list[int]] = field(default_factory=dict)
     lengths: dict[str, int] = field(default_factory=dict)
@@ -131,6 +134,7 @@ def make_engine(
     num_pages: int = 64,
     dtype: torch.dtype = torch.float32,
     max_model_len: int = 128,
+    make_attention: Callable[..., AttentionBackend] = default_attention,
 ) -> Engine:
     """Load `folder` through the loader on this rank."""
     comm = comm or CommGroup.single()
@@ -138,9 +142,9 @@ def make_engine(
     plan = plan_heads(arch.num_heads, arch.num_kv_heads, comm.tp_size)
     start, stop = plan.kv_ranges[comm.tp_rank]
     cache = KvCache(arch.num_layers, num_pages, BLOCK_SIZE, stop - start, arch.head_dim, dtype, "cpu")
-    attention = TorchAttention(cache, plan.kv_of_query(comm.tp_rank), arch.head_dim**-0.5, arch.windows)
+    attention = make_attention(cache, plan.kv_of_query(comm.tp_rank), arch.head_dim**-0.5, arch.windows)
     decoder = load_decoder(folder, arch, comm, dtype, "cpu", max_model_len, attention, deltas)
-    return Engine(arch, decoder, attention, list(range(num_pages)))
+    return Engine(arch, decoder, attention, cache, list(range(num_pages)))
 
 
 def some_tokens(count: int, seed: int, vocab_size: int = 128) -> list[int]:

@@ -242,13 +242,12 @@ class Step {
       for (int64_t lane = 0; lane < kLanes; ++lane)
         from[lane] = key + lane < count ? reinterpret_cast<const uint32_t*>(keys_ + places[key + lane]) : nullptr;
       for (int64_t step = 0; step < steps; step += kLanes) {
-        const int64_t some = steps - step < kLanes ? steps - step : kLanes;
         vuint rows[kLanes];
         for (int64_t lane = 0; lane < kLanes; ++lane) {
-          rows[lane] = from[lane] == nullptr ? vuint{} : load_words_some(from[lane] + step, some);
+          rows[lane] = from[lane] == nullptr ? vuint{} : load_words_some(from[lane] + step, steps - step);
         }
         transpose(rows);
-        for (int64_t i = 0; i < some; ++i) std::memcpy(to + (step + i) * kChunk + key, &rows[i], sizeof(vuint));
+        for (int64_t i = 0; i < kLanes && step + i < steps; ++i) std::memcpy(to + (step + i) * kChunk + key, &rows[i], sizeof(vuint));
       }
     }
   }
@@ -259,9 +258,8 @@ class Step {
       const T* even = values_ + places[key];
       const T* odd = kInStep<T> == 2 && key + 1 < count ? values_ + places[key + 1] : nullptr;
       for (int64_t dim = 0; dim < dim_; dim += kLanes) {
-        const int64_t some = dim_ - dim < kLanes ? dim_ - dim : kLanes;
-        vuint words = (vuint)load_some(even + dim, some);
-        if constexpr (kInStep<T> == 2) words = words >> 16 | (odd == nullptr ? vuint{} : (vuint)load_some(odd + dim, some));
+        vuint words = (vuint)load_some(even + dim, dim_ - dim);
+        if constexpr (kInStep<T> == 2) words = words >> 16 | (odd == nullptr ? vuint{} : (vuint)load_some(odd + dim, dim_ - dim));
         std::memcpy(to + dim, &words, sizeof words);
       }
     }
@@ -349,7 +347,7 @@ class Step {
       T* to = out_ + ((item.first_token + query / heads) * num_heads_ + head) * dim_;
       const float share = 1 / load_sum(total, i);
       for (int64_t dim = 0; dim < dim_; dim += kLanes)
-        store_some(load(total.out + i * width_ + dim) * share, to + dim, dim_ - dim < kLanes ? dim_ - dim : kLanes);
+        store_some(load(total.out + i * width_ + dim) * share, to + dim, dim_ - dim);
     }
   }
 

@@ -67,8 +67,8 @@ class CpuAttention(AttentionBackend):
     ) -> None:
         assert all(before <= after for before, after in pairwise(kv_of_query))
         self.cache = cache
-        self._call = library.mstar_attention
-        self._size = len(kv_of_query) * cache.head_dim
+        self.kernel = library.mstar_attention
+        self.num_heads = len(kv_of_query)
         first_query = [list(kv_of_query).index(head) for head in range(cache.num_kv_heads)]
         self._first_query = torch.tensor([*first_query, len(kv_of_query)])
         self._windows = torch.tensor([window or 0 for window in windows])
@@ -106,10 +106,10 @@ class CpuAttention(AttentionBackend):
 
     def forward(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """See the seam."""
-        out = q.new_empty((q.shape[0], self._size))
+        out = q.new_empty((q.shape[0], self.num_heads * self.cache.head_dim))
         for heads, given in zip(self._heads, (q, k, v), strict=True):
             assert given.stride(2) == 1 and given.dtype == self.cache.dtype
             heads.data, heads.token_stride, heads.head_stride = given.data_ptr(), given.stride(0), given.stride(1)
         addresses = map(ctypes.addressof, (self.native, self.rows))
-        self._call(*addresses, layer_idx, *map(ctypes.addressof, self._heads), out.data_ptr(), torch.get_num_threads())
+        self.kernel(*addresses, layer_idx, *map(ctypes.addressof, self._heads), out.data_ptr(), torch.get_num_threads())
         return out

@@ -34,6 +34,17 @@ class LoraLayerDelta:
             self._backend.adjust_rows(y, self._weights, *adjusted)
         return self._backend.add_delta(y, x, self._weights, plan)
 
+    def native_target(self) -> int | None:
+        """See NativeDelta; None where the backend has no kernel of its own, or rows are grouped."""
+        return self._backend.native_target(self._weights) if self._grouping == 1 else None
+
+    def native_step(self) -> tuple[int, int] | None:
+        """See NativeDelta; None in a step with an adapter that changes the base's own output."""
+        plan = self._pool.kernel_plan(self._grouping)
+        if plan is None:
+            return 0, 0
+        return self._backend.native_step(plan) if self._pool.grouped_rows(self._grouping).adjusted is None else None
+
 
 class LoraEmbeddingDelta(LoraLayerDelta):
     """The same for an embedding: `x [T]` int64 are token ids counted from this rank's first, -1 where the token is another rank's.

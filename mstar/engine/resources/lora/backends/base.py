@@ -56,6 +56,14 @@ class LoraBackend(ABC):
     def add_delta(self, y: torch.Tensor, x: torch.Tensor, weights: LayerWeights, plan: Any) -> torch.Tensor:
         """`y [T, out] += scaling · (x [T, in] @ A.T) @ B.T` for the rows that address an adapter; base rows are not touched."""
 
+    def native_target(self, weights: LayerWeights) -> int | None:
+        """Where the backend's kernel reads `weights` from, for another kernel that calls it; None: it has none to call."""
+        return None
+
+    def native_step(self, plan: Any) -> tuple[int, int] | None:
+        """The kernel `(target, plan, x, x_stride, y, y_stride)` and its plan of the step, both addresses."""
+        return None
+
     def adjust_rows(self, y: torch.Tensor, weights: LayerWeights, rows: torch.Tensor, slots: torch.Tensor) -> None:
         """`y[rows[i]] = y[rows[i]] · scale[slots[i]] + offset[slots[i]]`, before `add_delta`; no other row is touched."""
         assert weights.scale is not None

@@ -12,7 +12,7 @@ import torch
 
 from mstar.engine.resources.lora.addressing import LoraAddressing, Segment
 from mstar.engine.resources.lora.backends.base import LayerWeights, LoraBackend
-from mstar.native import load_kernel
+from mstar.native import address_of, load_kernel
 
 MAX_PARTS = 8
 _SOURCE = Path(__file__).with_name("lora_cpu.cpp")
@@ -108,6 +108,14 @@ class CpuLoraBackend(LoraBackend):
         assert y.stride(1) == 1 and x.dtype == y.dtype == weights.lora_a.dtype
         self._call(target, ctypes.addressof(plan.native), x.data_ptr(), x.stride(0), y.data_ptr(), y.stride(0))
         return y
+
+    def native_target(self, weights: LayerWeights) -> int:
+        """See LoraBackend.native_target."""
+        return self._target(weights)
+
+    def native_step(self, plan: CpuLoraPlan) -> tuple[int, int]:
+        """See LoraBackend.native_step."""
+        return address_of(self._call), ctypes.addressof(plan.native)
 
     def _target(self, weights: LayerWeights) -> int:
         """The address of the kernel's view of `weights`, made once."""
