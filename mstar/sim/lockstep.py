@@ -152,10 +152,7 @@ class Leader(SimRank):
         self._live.add(message.rid)
         self._max_tokens[message.rid] = 0 if sampling is None else sampling.max_tokens
         config = message.config
-        scores = sampling is not None and sampling.prompt_logprobs is not None
-        self._record(
-            Ingested(message.rid, config.prompt, config.output, sampling is not None, scores, config.adapter, config.cache_key)
-        )  # fmt: skip
+        self._record(Ingested(message.rid, config.prompt, config.output, sampling, config.adapter, config.cache_key))
         num_tokens = 0 if sampling is None else len(config.prompt) + len(config.output)
         self.scheduler.add(rid, num_tokens, uses_slot=uses_slot)
 

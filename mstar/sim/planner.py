@@ -1,13 +1,12 @@
 """A planned run: the real slot table, reservations, admission queue and host tier under a drawn workload, without tensors.
 
-Time is virtual. A step takes `step_s + token_s * tokens`, plus what installs and agreements add. Between two events (an arrival, a
-read's end, a row's last token) steps are alike, so they are taken in one leap: the cost of a run grows with its requests and reads, not
-with its tokens.
+Time is virtual. A step takes `step_s + token_s * tokens`, plus installs and agreements. Between two events (an arrival, a read's end, a
+row's last token) steps are alike and taken in one leap: the cost of a run grows with its requests and reads, not with its tokens.
 
     arrivals ─► gate ─► host tier reads ─► queue: reserve ─► step: admit ─► prefill in chunks ─► decode ─► release
 
-KV pages are not planned: give the server enough of them for `max_num_seqs` rows. One rank decides; its reads take as long as the
-slowest of all ranks' would. With `check`, every rank has its own table, tier and reads, agrees as real ranks do, and must decide alike.
+KV pages are not planned: give the server enough for `max_num_seqs` rows. One rank decides, with the slowest rank's reads. With `check`,
+every rank has its own table, tier and reads, agrees as real ranks do, and must decide alike.
 """
 
 from __future__ import annotations
@@ -70,8 +69,7 @@ class Planner:
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._num_events = 0
         self._next_arrival = 0
-        num_ranks = spec.ranks if spec.check else 1
-        per_draw = 1 if spec.check else spec.ranks
+        num_ranks, per_draw = (spec.ranks, 1) if spec.check else (1, spec.ranks)
         self._tables = [SlotTable(spec.slots) for _ in range(num_ranks)]
         self._readers = [
             TimedReader(read_times_s(spec.read_s, spec.read_p99_s, per_draw, spec.seed + rank), self._after) for rank in range(num_ranks)

@@ -22,7 +22,7 @@ from mstar.engine.resources.lora.reader import Reader, ReadSource
 from mstar.engine.resources.lora.spec import LoraSpec
 from mstar.engine.runner import ForwardInput, Runner, Sampled
 from mstar.errors import CapacityError, ConfigError, RequestError
-from mstar.types import Remove, SamplingParams, Step
+from mstar.types import Remove, Step
 
 _NO_LIMIT = 1 << 30
 
@@ -152,13 +152,9 @@ class Replay:
             pool.close()
 
     def _ingest(self, record: Ingested) -> None:
-        sampling = None
-        if record.has_tokens:
-            sampling = SamplingParams(_NO_LIMIT, seed=0, prompt_logprobs=0 if record.scores_prompt else None)
+        config = ResourceReqConfig(record.prompt, record.sampling, record.adapter, record.cache_key, record.output)
         self.requests[record.rid] = record
-        self._runner.ingest(
-            record.rid, ResourceReqConfig(record.prompt, sampling, record.adapter, record.cache_key, record.output)
-        )  # fmt: skip
+        self._runner.ingest(record.rid, config)
 
     def _run(self, ran: Ran) -> StepView:
         step = self.unfinished

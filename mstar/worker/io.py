@@ -88,8 +88,7 @@ class CopyIn:
 class LoadDone:
     """A load that the front asked for has ended on the reader thread."""
 
-    load_id: int
-    name: str
+    load: front_rank.Load
     future: Future[None]
 
 
@@ -156,6 +155,7 @@ class RankIo:
         self._peer_receivers: dict[bytes, Receiver[Any]] = {}
         self._peer_heard: dict[bytes, float] = {}
         self._num_dropped = 0
+        self._ends = False  # the front said stop: a peer that is gone before us is no news
         self._heartbeat = Heartbeat()
         self._stopping = False
         self._stop_authenticator: Callable[[], None] = lambda: None
@@ -327,6 +327,7 @@ class RankIo:
                 else:
                     self._num_dropped += 1
                 if message is not None:
+                    self._ends |= isinstance(message, front_rank.Stop)
                     self._inbox.put(FromFront(message))
             else:
                 self._num_dropped += 1
@@ -400,7 +401,8 @@ class RankIo:
                 return  # the front is gone or drowns (its next epoch starts anew, a gap shows it), or the leader is not there yet
             raise ProtocolError(f"TP rank {self._tp_rank}: a peer rank does not take messages") from None
         except zmq.ZMQError as error:
-            raise ProtocolError(f"TP rank {self._tp_rank}: a peer rank is not reachable: {error}") from None
+            if not self._ends:
+                raise ProtocolError(f"TP rank {self._tp_rank}: a peer rank is not reachable: {error}") from None
 
     def _drain(self, socket: zmq.Socket[bytes]) -> list[list[bytes]]:
         """What has come, up to a bound: a socket that has more is ready again at the next poll."""

@@ -55,6 +55,10 @@ class Leader(RankShell):
             if not self._step() and self._scheduler.has_work():
                 self._drain(0.02)  # all wait for reads or hints, whose coming is an event
 
+    def close(self) -> None:
+        """See RankShell.close: what the recording still buffers is written."""
+        self._record.close()
+
     def last_seq(self) -> int:
         """The last step sent."""
         return self._sequence.last_seq
@@ -77,9 +81,9 @@ class Leader(RankShell):
         self._adapter_of[message.rid] = message.adapter
         self._scheduler.add(message.rid, tokens, uses_slot=uses_slot)
 
-    def served(self, name: str) -> None:
+    def served(self, load: front_rank.Load) -> None:
         """For the recording."""
-        self._record.served(name, has_something=self._pool is not None and self._pool.has_something(name))
+        self._record.served(load, has_something=self._pool is not None and self._pool.has_something(load.name))
 
     def unserved(self, name: str) -> None:
         """For the recording."""

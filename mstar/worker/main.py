@@ -68,6 +68,7 @@ def _run(launch: RankLaunch, tp_rank: int) -> None:
     try:
         loop.run()
     finally:
+        loop.close()
         io.close()
         if rank.pool is not None:
             rank.pool.close()

@@ -13,7 +13,7 @@ from mstar.engine.lockstep.record import Header, Ingested, NodeHeader, Recorder,
 from mstar.engine.runner import StepOutcome
 from mstar.engine.scheduler import NODE, Scheduler
 from mstar.types import Remove, Step
-from mstar.wire.front_rank import Ingest
+from mstar.wire.front_rank import Ingest, Load
 from mstar.worker.build import Rank
 
 
@@ -26,10 +26,10 @@ class LeaderRecord:
             recorder = self._recorder
             rank.agreement.on_result = lambda result: recorder.agreed(NODE, result)
 
-    def served(self, name: str, *, has_something: bool) -> None:
+    def served(self, load: Load, *, has_something: bool) -> None:
         """New requests may name a generation."""
         if self._recorder is not None:
-            self._recorder.note(Served(name, (NODE,) if has_something else ()))
+            self._recorder.note(Served(load.name, (NODE,) if has_something else (), load.path, load.digest))
 
     def unserved(self, name: str) -> None:
         """No new requests on it."""
@@ -38,25 +38,18 @@ class LeaderRecord:
 
     def ingested(self, message: Ingest) -> None:
         """A request was opened."""
-        if self._recorder is None:
-            return
-        sampling = message.sampling
-        self._recorder.note(
-            Ingested(
-                message.rid,
-                message.prompt,
-                message.output,
-                has_tokens=sampling is not None,
-                scores_prompt=sampling is not None and sampling.prompt_logprobs is not None,
-                adapter=message.adapter,
-                cache_key=message.cache_key,
-            )
-        )
+        if self._recorder is not None:
+            self._recorder.note(Ingested(message.rid, message.prompt, message.output, message.sampling, message.adapter, message.cache_key))
 
     def sent(self, message: Step | Remove) -> None:
         """A broadcast."""
         if self._recorder is not None:
             self._recorder.note(message)
+
+    def close(self) -> None:
+        """Nothing more comes."""
+        if self._recorder is not None:
+            self._recorder.close()
 
     def ran(self, outcome: StepOutcome, scheduler: Scheduler) -> None:
         """A step ended."""

@@ -47,10 +47,10 @@ class RankShell:
         elif isinstance(event, LoadDone):
             error = event.future.exception()
             if error is None and self._pool is not None:
-                self.served(event.name)
-            self._answer_load(event.load_id, error)
+                self.served(event.load)
+            self._answer_load(event.load.load_id, error)
 
-    def served(self, name: str) -> None:
+    def served(self, load: front_rank.Load) -> None:
         """New requests may name this generation."""
 
     def unserved(self, name: str) -> None:
@@ -96,6 +96,9 @@ class RankShell:
             dropped_frames=self._io.num_dropped(),
             fingerprint=self._runner.fingerprint().hex(),
         )
+
+    def close(self) -> None:
+        """The loop has ended, however it did."""
 
     def tick(self) -> None:
         """Now and then: tell the front where this rank stands, end a read that ran past its bound."""
@@ -147,14 +150,14 @@ class RankShell:
         try:
             if not message.verify:
                 pool.register_adapter(message.name, message.path, message.digest, has_something=message.has_something)
-                self.served(message.name)
+                self.served(message)
                 self._answer_load(message.load_id, None)
                 return
             future = pool.load_adapter_async(message.name, message.path, message.digest)
         except RequestError as error:
             self._answer_load(message.load_id, error)
             return
-        future.add_done_callback(lambda done: self._io.put(LoadDone(message.load_id, message.name, done)))
+        future.add_done_callback(lambda done: self._io.put(LoadDone(message, done)))
 
     def _answer_load(self, load_id: int, error: BaseException | None) -> None:
         if error is None:

@@ -19,9 +19,9 @@ from pathlib import Path
 import msgspec
 
 from mstar.errors import ConfigError
-from mstar.types import Remove, Step
+from mstar.types import Remove, SamplingParams, Step
 
-VERSION = 1
+VERSION = 2
 _MAX_FRAME_BYTES = 64 << 20
 
 
@@ -45,10 +45,15 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="heade
 
 
 class Served(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="served"):
-    """New requests may name an adapter generation; `nodes` are the pools that it has something for."""
+    """New requests may name an adapter generation; `nodes` are the pools that it has something for.
+
+    `path` and `digest` say which bytes its weights are, for ranks that run the recording again.
+    """
 
     name: str
     nodes: tuple[str, ...]
+    path: str = ""
+    digest: str = ""
 
 
 class Unserved(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="unserved"):
@@ -58,13 +63,12 @@ class Unserved(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="uns
 
 
 class Ingested(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="ingested", omit_defaults=True):
-    """A request was opened. `prompt` and `output` (sent before a restart) make its prefix keys; `has_tokens` False is a pin."""
+    """A request was opened. `prompt` and `output` (sent before a restart) make its prefix keys; without `sampling` it is a pin."""
 
     rid: str
     prompt: tuple[int, ...] = ()
     output: tuple[int, ...] = ()
-    has_tokens: bool = True
-    scores_prompt: bool = False
+    sampling: SamplingParams | None = None
     adapter: str | None = None
     cache_key: bytes = b""
 
