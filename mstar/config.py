@@ -69,6 +69,7 @@ class ServeConfig(BaseModel):
         PROJECTIONS, description="Modules that adapters may adapt; lm_head and embed_tokens are further ones and take slot memory."
     )
     max_cpu_loras: int | None = Field(None, ge=1, description="Adapters in the host tier. Default: twice max_loras; at least max_loras.")
+    max_cpu_lora_bytes: int | None = Field(None, ge=1, description="Bytes of those on each rank. Default: no bound but their number.")
     max_registered_loras: int = Field(10_000, ge=1, description="Names that may be served at a time; a load beyond is refused.")
     lora_root: tuple[str, ...] = Field((), description="Folders that adapter folders may lie in. Default: those of lora_modules.")
     registry_file: str | None = Field(None, description="Where adapters loaded at runtime are kept. Default: only while this server runs.")
@@ -82,6 +83,8 @@ class ServeConfig(BaseModel):
     api_key: str | None = Field(None, description="Bearer key that clients must send.")
     admin_key: str | None = Field(None, description="Bearer key of the adapter routes.")
     max_body_bytes: int = Field(8 << 20, ge=1024, description="Largest HTTP body.")
+    request_timeout_s: float | None = Field(None, gt=0, description="Longest request, ended with 504. A request's timeout_s may be less.")
+    slow_client_timeout_s: float = Field(60.0, gt=0, description="A client that takes nothing of its answer for so long is cut.")
     max_logprobs: int = Field(20, ge=0, description="Most alternatives a request may ask per token.")
 
     # bounds of waits, in seconds; read < agreement < stuck rank

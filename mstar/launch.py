@@ -1,7 +1,8 @@
 """What the supervisor tells the processes it starts. Leaf module.
 
 `MSTAR_FRONT` and `MSTAR_LAUNCH` name JSON files written by the supervisor; RANK and WORLD_SIZE are torchrun's own names, so ranks that
-torchrun starts enter the same way. `MSTAR_BEAT_FD` is the write end of a pipe to the supervisor.
+torchrun starts enter the same way. `MSTAR_BEAT_FD` is the write end of a pipe to the supervisor; where there is none, `MSTAR_BEAT_FILE` may
+name a file that a container's health check looks at.
 """
 
 from __future__ import annotations
@@ -46,19 +47,22 @@ class RankLaunch(BaseModel):
 
 
 class Heartbeat:
-    """This process's signs of life to its supervisor, a byte each. Nothing is sent where there is none (torchrun)."""
+    """This process's signs of life: to its supervisor, a byte each, or as the time of a file."""
 
     def __init__(self) -> None:
         given = os.environ.get("MSTAR_BEAT_FD")
         self._fd = int(given) if given is not None else None
+        self._file = Path(os.environ["MSTAR_BEAT_FILE"]) if self._fd is None and "MSTAR_BEAT_FILE" in os.environ else None
         if self._fd is not None:
             os.set_blocking(self._fd, False)
 
     def beat(self) -> None:
         """Whoever calls this must be what would not get on if the process were stuck."""
-        if self._fd is not None:
-            with contextlib.suppress(OSError):  # a full pipe says enough; a supervisor that is gone ends us
+        with contextlib.suppress(OSError):  # a full pipe says enough; a supervisor that is gone ends us
+            if self._fd is not None:
                 os.write(self._fd, b".")
+            elif self._file is not None:
+                self._file.touch()
 
 
 def read_front_launch() -> FrontLaunch:

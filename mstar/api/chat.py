@@ -113,7 +113,7 @@ class _Chat:
             stop_token_ids=sampling.stop_token_ids,
             min_tokens=sampling.min_tokens,
         )
-        return Job(Generation(body.model, self._prompt, sampling, Rendered(self._chat_template)), choice)
+        return Job(Generation(body.model, self._prompt, sampling, Rendered(self._chat_template), body.timeout_s), choice)
 
     async def whole(self) -> dict[str, Any]:
         """The answer without streaming."""

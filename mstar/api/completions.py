@@ -87,7 +87,7 @@ class _Completion:
             min_tokens=sampling.min_tokens,
             discard_output=body.max_tokens == 0,
         )
-        return Job(Generation(body.model, prompt, sampling), choice)
+        return Job(Generation(body.model, prompt, sampling, timeout_s=body.timeout_s), choice)
 
     def _echo_text(self, prompt: Prompt) -> str:
         if prompt.text is not None:

@@ -61,7 +61,17 @@ async def _serve(launch: FrontLaunch) -> None:
     _on_sigterm(conductor, stop, now, config.shutdown_timeout_s)
     sock = socket.socket(fileno=launch.listen_fd)
     announcing = asyncio.create_task(_announce(conductor, launch, sock))
-    serving = asyncio.create_task(serve_app(app, config.host, config.port, sock=sock, stop=stop, shutdown_timeout_s=2.0))
+    serving = asyncio.create_task(
+        serve_app(
+            app,
+            config.host,
+            config.port,
+            sock=sock,
+            stop=stop,
+            shutdown_timeout_s=2.0,
+            slow_client_timeout_s=config.slow_client_timeout_s,
+        )
+    )
     ending = asyncio.create_task(now.wait())
     try:
         await asyncio.wait([serving, ending], return_when=asyncio.FIRST_COMPLETED)

@@ -51,6 +51,7 @@ class GenerationRequest(BaseModel):
     stop: Text | list[Text] | None = None
     stop_token_ids: list[Int] | None = Field(None, max_length=128)
     min_tokens: Int | None = Field(None, ge=0)
+    timeout_s: Float | None = Field(None, gt=0, le=86400)  # mstar's own: the request ends with 504 then
     ignore_eos: Bool | None = None
     include_stop_str_in_output: Bool | None = None
     skip_special_tokens: Bool | None = None

@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import socket
 from collections.abc import Callable, Generator
 
 import uvicorn
 from starlette.types import ASGIApp
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from mstar.errors import ConfigError
 
 _BACKLOG = 2048
 _KEEP_ALIVE_S = 75  # longer than HTTP clients keep idle connections, so that none sends into a closing one
+
+log = logging.getLogger(__name__)
 
 
 class _Server(uvicorn.Server):
@@ -27,6 +31,39 @@ class _Server(uvicorn.Server):
     def capture_signals(self) -> Generator[None]:
         """Nothing is captured."""
         yield
+
+
+def _connections(slow_client_timeout_s: float) -> type[HttpToolsProtocol]:
+    """uvicorn's connection, but that one whose client does not read is cut after a bound.
+
+    The transport says when its buffer is over its bound and when it has drained: what lies between costs the streams of others nothing.
+    """
+
+    class Connection(HttpToolsProtocol):
+        _cut: asyncio.TimerHandle | None = None
+
+        def pause_writing(self) -> None:
+            super().pause_writing()
+            self._cut = self.loop.call_later(slow_client_timeout_s, self._end)
+
+        def resume_writing(self) -> None:
+            super().resume_writing()
+            self._keep()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._keep()
+            super().connection_lost(exc)
+
+        def _keep(self) -> None:
+            if self._cut is not None:
+                self._cut.cancel()
+                self._cut = None
+
+        def _end(self) -> None:
+            log.warning("client %s has taken nothing for %g s: cutting it", self.client, slow_client_timeout_s)
+            self.transport.abort()
+
+    return Connection
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -47,8 +84,11 @@ async def serve_app(
     on_ready: Callable[[str, int], None] | None = None,
     stop: asyncio.Event | None = None,
     shutdown_timeout_s: float = 30.0,
+    slow_client_timeout_s: float = 60.0,
 ) -> None:
     """Serve until `stop` is set, then take no new connections and let running answers finish for `shutdown_timeout_s` seconds.
+
+    A client that reads nothing of its answer for `slow_client_timeout_s`, though more waits for it, is cut.
 
     Serves on `sock` if given (closed at the end), else binds host and port (ConfigError). `on_ready(host, port)` is called with the
     bound address once connections are accepted. Cancelling the task stops at once.
@@ -56,7 +96,7 @@ async def serve_app(
     listener = bind(host, port) if sock is None else sock
     config = uvicorn.Config(
         app,
-        http="httptools",
+        http=_connections(slow_client_timeout_s),
         ws="none",
         loop="none",
         lifespan="off",

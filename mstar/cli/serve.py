@@ -34,6 +34,7 @@ _PANELS: dict[str, tuple[str, ...]] = {
             "max_lora_rank",
             "lora_target_modules",
             "max_cpu_loras",
+            "max_cpu_lora_bytes",
             "max_registered_loras",
             "lora_root",
         ),
@@ -42,7 +43,7 @@ _PANELS: dict[str, tuple[str, ...]] = {
     "HTTP": ("host", "port", "api_key", "admin_key", "max_body_bytes", "max_logprobs", "log_level", "record"),
     "Timeouts": (
         *("lora_read_timeout_s", "agreement_timeout_s", "stuck_rank_timeout_s", "ingest_wait_s", "hint_wait_s", "start_timeout_s"),
-        "shutdown_timeout_s",
+        *("shutdown_timeout_s", "request_timeout_s", "slow_client_timeout_s"),
     ),
 }
 _FURTHER = "Further"

@@ -140,6 +140,9 @@ class Conductor:
         stream = RequestStream(rid, lambda: self._cancel(rid))
         request = LiveRequest(rid, generation, adapter, stream)
         self._requests[rid] = request
+        bounds_s = [bound_s for bound_s in (generation.timeout_s, self._config.request_timeout_s) if bound_s is not None]
+        if bounds_s:
+            request.deadline = asyncio.get_running_loop().call_later(min(bounds_s), self._expire, rid, min(bounds_s))
         label = request.label or self._registry.base
         self._metrics.request_started(label)
         self._metrics.tokens(label, "prompt", len(generation.prompt))
@@ -153,9 +156,17 @@ class Conductor:
             self._links.send(0, front_rank.Abort(rid))
             self._end(request, "cancelled")
 
+    def _expire(self, rid: str, after_s: float) -> None:
+        """Its time is over, wherever it stands: the leader alone hears of it and turns it into a Remove."""
+        self._links.send(0, front_rank.Abort(rid))
+        error = RequestError(f"the request did not end within {after_s:g} s", code="deadline_exceeded", status=504)
+        self._end(self._requests[rid], "deadline", error)
+
     def _end(self, request: LiveRequest, reason: str, error: RequestError | None = None) -> None:
         """The one exit of every accepted request."""
         del self._requests[request.rid]
+        if request.deadline is not None:
+            request.deadline.cancel()
         request.stream.end(error)
         self._metrics.request_ended(request.label or self._registry.base, reason)
         for rid in self._gate.leave(request.rid):
@@ -168,6 +179,8 @@ class Conductor:
         if self._suspects.may_run(request.rid):
             request.is_open = True
             self._links.send_all(request.ingest())
+            if self._links.is_up:
+                self._suspects.opened(request.rid)
             self._lifecycle.opened()
 
     def _unopened(self) -> set[str]:

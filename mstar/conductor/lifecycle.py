@@ -94,6 +94,7 @@ class AdapterLifecycle:
         """
         self._check_enabled()
         self._registry.check_name(name)
+        self._check_up()
         async with self._lock(name):
             with self._registry.claimed(name):
                 await self._load(name, path, load_inplace=load_inplace, pinned=pinned)
@@ -102,6 +103,7 @@ class AdapterLifecycle:
         """Serve `name` from `path` unless it is served, by whatever was faster. Raises AdapterError as `load` does."""
         self._check_enabled()
         self._registry.check_name(name)
+        self._check_up()
         async with self._lock(name):
             if self._registry.get(name) is None:
                 with self._registry.claimed(name):
@@ -219,6 +221,11 @@ class AdapterLifecycle:
         if not self._config.enable_lora:
             raise AdapterError("this server runs without LoRA (--no-enable-lora)", code="lora_disabled")
 
+    def _check_up(self) -> None:
+        """Only ranks that are there can load: answered at once, before any file is touched."""
+        if not self._links.is_up:
+            raise AdapterError("the ranks are not ready; try again", code="server_not_ready", status=503)
+
     def _lock(self, name: str) -> asyncio.Lock:
         lock = self._locks.get(name)
         if lock is None:
@@ -263,8 +270,7 @@ class AdapterLifecycle:
 
     async def _load_on_ranks(self, adapter: Adapter) -> None:
         """All ranks read and check it, or none keeps it."""
-        if not self._links.is_up:
-            raise AdapterError("the ranks are not ready; try again", code="server_not_ready", status=503)
+        self._check_up()
         load_id, num_ups = self._loads.begin(), self._num_ups
         self._links.send_all(self._load_message(adapter, load_id, verify=True))
         try:

@@ -62,6 +62,7 @@ class LiveRequest:
     last_token_at: float | None = None
     is_open: bool = False  # ranks of the present instance were told of it
     is_proven: bool = False  # it had a token of the present instance
+    deadline: asyncio.TimerHandle | None = None
 
     @property
     def label(self) -> str | None:

@@ -1,14 +1,15 @@
 """Which request keeps crashing the instance.
 
-Pure. Requests in the last step before a crash are suspects. A suspect whose token comes after the restart is cleared. After a second
-crash with a common suspect, those in both crashes resume one at a time, each until its next token; one that crashes the instance again
-while nobody else in the step is unproven is the culprit and ends. All others go on.
+Pure. Requests in the last step before a crash are suspects, and those opened since that step was heard of: a rank may die before it can
+say that they are in the next one. A suspect whose token comes after the restart is cleared. After a second crash with a common suspect,
+those in both crashes resume one at a time, each until its next token; one that crashes the instance again while nobody else that the
+ranks know is unproven is the culprit and ends. All others go on.
 
     crash 1: {a, b, c}     crash 2: {a, b, d}, no token of a, b between     common: {a, b}
     test a alone (with everybody who is no suspect) ─► token: cleared ─► test b ─► crash: b is the culprit
 
 So nobody ends for fewer than three crashes: two may be somebody's kill -9. And nobody ends for what another one in the step may have
-done: where others in it had no token since the restart either, everybody resumes one at a time, and the next crash shows who it is.
+done: where others had no token since the restart either, everybody resumes one at a time, and the next crash shows who it is.
 """
 
 from __future__ import annotations
@@ -21,23 +22,30 @@ class Suspects:
 
     def __init__(self) -> None:
         self._last_step: frozenset[str] = frozenset()
+        self._opened: frozenset[str] = frozenset()  # since the start of the instance
+        self._opened_since: frozenset[str] = frozenset()  # since that step
         self._suspected: frozenset[str] = frozenset()  # in the last step before a crash, no token since
         self._queue: list[str] = []  # to be tested one at a time, the first is under test
 
+    def opened(self, rid: str) -> None:
+        """The ranks are told of this request."""
+        self._opened |= {rid}
+        self._opened_since |= {rid}
+
     def began(self, rids: Collection[str]) -> None:
         """A step begins with these requests."""
-        self._last_step = frozenset(rids)
+        self._last_step, self._opened_since = frozenset(rids), frozenset()
 
     def crashed(self, live: Collection[str], proven: Collection[str] = ()) -> str | None:
         """The instance crashed; `live` requests are to be resumed, of which `proven` had a token since the last crash.
 
         Returns the culprit, if this crash shows one.
         """
-        inside = self._last_step & frozenset(live)
-        self._last_step = frozenset()
+        inside = (self._last_step | self._opened_since) & frozenset(live)
+        unproven = (self._last_step | self._opened) & frozenset(live) - frozenset(proven)
+        self._last_step = self._opened = self._opened_since = frozenset()
         if not inside:
-            return None  # it died before a step, of nobody here: what is known stays known
-        unproven = inside - frozenset(proven)
+            return None  # it died before it had anything to do, of nobody here: what is known stays known
         if unproven and self._queue[:1] == list(unproven):
             culprit = self._queue.pop(0)
             self._suspected -= {culprit}

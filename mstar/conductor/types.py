@@ -41,6 +41,7 @@ class Generation:
     prompt: tuple[int, ...]  # token ids, at least one
     sampling: SamplingParams
     rendered: Rendered | None = None  # of a chat
+    timeout_s: float | None = None  # from acceptance to the end; the server's own bound holds beside it
 
 
 @dataclass(frozen=True)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import importlib.util
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from rich.table import Table
@@ -95,17 +93,18 @@ def write_json(path: Path, workload: WorkloadSpec, runs: Sequence[Planned]) -> N
 def check_plot(path: Path) -> None:
     """Raises ConfigError where no picture can be drawn, before anything ran."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError("--plot needs matplotlib, which is not installed: pip install matplotlib")
+        raise ConfigError("--plot needs matplotlib, which is not installed: pip install 'mstar[plot]'")
     if not path.parent.is_dir():
         raise ConfigError(f"--plot {path}: there is no folder {path.parent}")
 
 
 def write_plot(path: Path, runs: Sequence[Planned]) -> None:
     """Left: how many requests waited at most so long. Right: hit rate and waits by slots, where there are several."""
-    importlib.import_module("matplotlib").use("Agg")
-    pyplot: Any = importlib.import_module("matplotlib.pyplot")
-    figure, axes = pyplot.subplots(1, 2 if len(runs) > 1 else 1, figsize=(12 if len(runs) > 1 else 7, 4.5), squeeze=False)
-    left: Any = axes[0][0]
+    from matplotlib.figure import Figure  # optional, and half a second
+
+    figure = Figure(figsize=(12 if len(runs) > 1 else 7, 4.5))
+    axes = figure.subplots(1, 2 if len(runs) > 1 else 1, squeeze=False)
+    left = axes[0][0]
     for run in runs:
         tally = run.tally
         waits = np.sort(np.concatenate([np.frombuffer(part) for part in (tally.waits_hit, tally.waits_miss, tally.waits_base) if part]))
@@ -116,7 +115,7 @@ def write_plot(path: Path, runs: Sequence[Planned]) -> None:
     left.set_ylabel("share of requests")
     left.legend()
     if len(runs) > 1:
-        right: Any = axes[0][1]
+        right = axes[0][1]
         slots = [run.spec.slots for run in runs]
         figures = [run.tally.figures() for run in runs]
         right.plot(slots, [values["wait_p99_s"] for values in figures], "o-", label="wait p99, s")
@@ -124,7 +123,7 @@ def write_plot(path: Path, runs: Sequence[Planned]) -> None:
         right.set_yscale("symlog", linthresh=0.01)
         right.set_xlabel("slots (max_loras)")
         right.legend(loc="upper right")
-        rate: Any = right.twinx()
+        rate = right.twinx()
         rate.plot(slots, [values["slot_hit_rate"] for values in figures], "s--", color="grey")
         rate.set_ylabel("slot hit rate (dashed)")
         rate.set_ylim(0, 1)
@@ -133,7 +132,6 @@ def write_plot(path: Path, runs: Sequence[Planned]) -> None:
         figure.savefig(path, dpi=120)
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot write {path}: {error}") from None
-    pyplot.close(figure)
 
 
 def _shown(value: float | int | None, kind: str) -> str:

@@ -2,12 +2,14 @@
 
     torchrun --nproc-per-node=2 launch/torchrun.py CONFIG.yaml        beside it: mstar serve CONFIG.yaml --attach
 
-RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are torchrun's. The leader listens at MASTER_ADDR, which is rank 0's host.
+RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are torchrun's; whoever sets them (a container per rank, say) needs no torchrun. The leader
+listens at MASTER_ADDR, which is rank 0's host.
 """
 
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import tempfile
 
@@ -30,7 +32,7 @@ def main(argv: list[str]) -> int:
         launch = RankLaunch(
             config=config,
             front_endpoint=config.front_endpoint,
-            leader_endpoint=f"tcp://{os.environ['MASTER_ADDR']}:*",
+            leader_endpoint=f"tcp://{_address(os.environ['MASTER_ADDR'])}:*" if tp_rank == 0 else "",
             store="env://",
             run_dir=os.environ.get("MSTAR_RUN_DIR") or tempfile.mkdtemp(prefix="mstar-rank-"),
         )
@@ -41,3 +43,11 @@ def main(argv: list[str]) -> int:
         sys.stderr.write(f"mstar: {error.args[0]} is not set; start this with torchrun\n")
         return 2
     return run_rank(launch, tp_rank)
+
+
+def _address(host: str) -> str:
+    """The address behind a name: a socket can be bound to nothing else. Raises ConfigError."""
+    try:
+        return socket.gethostbyname(host)
+    except OSError as error:
+        raise ConfigError(f"MASTER_ADDR {host}: {error.strerror or error}") from None

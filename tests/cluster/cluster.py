@@ -26,6 +26,7 @@ from tests.support.tiny_models import tiny_model
 FAMILY = "llama2"
 STUCK_S = 10.0  # a cut of 1 s is none, one of 30 s is a rank lost
 READY_BOUND_S = 300.0
+FOLLOWERS_CLOCK_AHEAD_S = 5  # always: no message carries a time
 RANKS_OF_HOSTS = {2: (1, 1), 3: (2, 1)}  # by TP size
 
 
@@ -87,8 +88,10 @@ def running_cluster(tp_size: int, folder: Path) -> Iterator[Cluster]:
         command = [sys.executable, "-m", "mstar.cli", "serve", str(config), "--attach"]
         front = front_host.start(command, logs[0], {"PYTHONUNBUFFERED": "1", "PYTHONPATH": str(ROOT)})
         launchers = [
-            Launcher(host, leader_host, num_hosts=2, num_ranks=num_ranks, config=config, log=log)
-            for host, num_ranks, log in zip((leader_host, follower_host), RANKS_OF_HOSTS[tp_size], logs[1:], strict=True)
+            Launcher(host, leader_host, num_hosts=2, num_ranks=num_ranks, config=config, log=log, clock_ahead_s=ahead_s)
+            for host, num_ranks, log, ahead_s in zip(
+                (leader_host, follower_host), RANKS_OF_HOSTS[tp_size], logs[1:], (0, FOLLOWERS_CLOCK_AHEAD_S), strict=True
+            )
         ]
         server = Server(f"http://{front_host.address}:8000", front, logs[0])
         cluster = Cluster(server, front_host, leader_host, follower_host, launchers, logs, tp_size)

@@ -17,10 +17,14 @@ AGAIN_S = 1.0
 class Launcher:
     """Keeps one torchrun running until stopped. The first host's address is where torchruns meet."""
 
-    def __init__(self, host: Host, meet_at: Host, *, num_hosts: int, num_ranks: int, config: Path, log: Path) -> None:
+    def __init__(
+        self, host: Host, meet_at: Host, *, num_hosts: int, num_ranks: int, config: Path, log: Path, clock_ahead_s: int = 0
+    ) -> None:
+        """`clock_ahead_s` is how far the ranks' monotonic clock is ahead of the other hosts' (a time namespace)."""
         self._host = host
         self._log = log
         self._argv = [
+            *(("unshare", "--time", "--monotonic", str(clock_ahead_s)) if clock_ahead_s else ()),
             *(sys.executable, "-m", "torch.distributed.run"),
             *(f"--nnodes={num_hosts}", f"--nproc-per-node={num_ranks}", f"--local-addr={host.address}"),
             *("--rdzv-backend=c10d", f"--rdzv-endpoint={meet_at.address}:29400", "--rdzv-id=mstar"),

@@ -4,23 +4,25 @@
     ranks  10.77.N.2 ── veth ──┼── bridge, 10.77.N.254: the machine itself, where clients and the test run
     ranks  10.77.N.3 ── veth ──┘
 
-Needs root and iproute2. Everything has the run's number N in its name and is removed at the end, whatever happened; processes that
-still live in a namespace are killed first.
+Needs root and iproute2. Everything has the test process's id in its name and is removed at the end, whatever happened; processes that
+still live in a namespace are killed first. What a killed test process has left is removed by the next one.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 
 INTERFACE = "eth0"  # in every host
-NUM_NETWORKS = 200
+NAME = re.compile(r"mst(\d+)(?:br|[hp]\d)")
 
 
 @dataclass(frozen=True)
@@ -68,19 +70,23 @@ class Host:
 @contextmanager
 def network(num_hosts: int) -> Iterator[list[Host]]:
     """Hosts that reach each other, in the order of their addresses."""
-    number = os.getpid() % NUM_NETWORKS
-    bridge = f"mst{number}br"
-    hosts = [Host(f"mst{number}h{at}", f"10.77.{number}.{at}", f"mst{number}p{at}", bridge) for at in range(1, num_hosts + 1)]
-    _remove(bridge, hosts)
+    for pid in _networks():
+        if not Path(f"/proc/{pid}").exists():
+            _remove(pid)
+    pid, subnet = os.getpid(), f"10.77.{os.getpid() % 250}"
+    bridge = f"mst{pid}br"
+    hosts = [Host(f"mst{pid}h{at}", f"{subnet}.{at}", f"mst{pid}p{at}", bridge) for at in range(1, num_hosts + 1)]
+    before = signal.signal(signal.SIGTERM, _end)
     try:
         _ip("link", "add", bridge, "type", "bridge")
-        _ip("address", "add", f"10.77.{number}.254/24", "dev", bridge)
+        _ip("address", "add", f"{subnet}.254/24", "dev", bridge)
         _ip("link", "set", bridge, "up")
         for host in hosts:
             _add(host)
         yield hosts
     finally:
-        _remove(bridge, hosts)
+        _remove(pid)
+        signal.signal(signal.SIGTERM, before)
 
 
 def has_netem() -> bool:
@@ -98,17 +104,25 @@ def _add(host: Host) -> None:
     _ip(*inside, "link", "set", INTERFACE, "up")
 
 
-def _remove(bridge: str, hosts: Sequence[Host]) -> None:
-    for host in hosts:
+def _end(signum: int, frame: FrameType | None) -> None:
+    """A test process that is told to end takes its network with it."""
+    raise SystemExit(128 + signum)
+
+
+def _networks() -> set[int]:
+    """The ids of the test processes that made what there is."""
+    return {int(found[1]) for found in NAME.finditer(_run("ip", "netns") + _run("ip", "-brief", "link"))}
+
+
+def _remove(made_by: int) -> None:
+    for namespace in {found[0] for found in NAME.finditer(_run("ip", "netns")) if int(found[1]) == made_by}:
+        for pid in _run("ip", "netns", "pids", namespace).split():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
+        _ip("netns", "del", namespace)
+    for device in {found[0] for found in NAME.finditer(_run("ip", "-brief", "link")) if int(found[1]) == made_by}:
         with contextlib.suppress(subprocess.CalledProcessError):
-            for pid in host.pids():
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            _ip("netns", "del", host.namespace)
-        with contextlib.suppress(subprocess.CalledProcessError):
-            _ip("link", "del", host.port)  # where the namespace has lived on
-    with contextlib.suppress(subprocess.CalledProcessError):
-        _ip("link", "del", bridge)
+            _ip("link", "del", device)  # a cable may have gone with its namespace
 
 
 def _ip(*words: str) -> None:
