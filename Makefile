@@ -9,7 +9,7 @@ N ?= 20
 JOBS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help install model demo serve test test-all check docs fmt sim mutants test-cluster fuzz chaos bench bench-quick clean
+.PHONY: help install model demo serve test test-all check docs fmt sim mutants test-cluster test-compose fuzz chaos bench bench-quick clean
 
 help: ## What there is
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -58,6 +58,9 @@ mutants: $(INSTALLED) ## Break the engine one line at a time; every break must t
 
 test-cluster: model ## Three hosts as network namespaces, ranks by torchrun (root, iproute2)
 	@$(BIN)/python -m pytest -q -m cluster tests/cluster
+
+test-compose: model ## docker/compose.yaml brought up, killed, cut off (root, docker.io, docker-compose, debootstrap)
+	@$(BIN)/python -m tests.cluster.compose
 
 fuzz: $(INSTALLED) ## 20,000 random edits of adapter folders
 	@MSTAR_FUZZ_EXAMPLES=20000 $(BIN)/python -m pytest -q tests/unit/adapters/test_adapters_fuzz.py

@@ -201,6 +201,12 @@ REFUSALS: dict[str, Refusal] = {
         "a fused module has one rank and one alpha", "`{\"q_proj\": 32}` with `qkv_proj` tensors"),
     "non_finite": Refusal(
         "adapter_non_finite", "tensor values", "{key} holds values that are not finite", "every value must be a finite number", "NaN"),
+    "overflow": Refusal(
+        "adapter_dtype_overflow", "tensor values", "{key} holds {value}",
+        "this server's slots are {dtype}, whose largest number is {largest} (`--dtype`)", "70000 where the slots are float16"),
+    "host_tier": Refusal(
+        "adapter_exceeds_host_tier", "the read", "The adapter's copy on this rank takes {size} bytes",
+        "this server's `max_cpu_lora_bytes` is {limit}", "a rank 64 adapter of a large base where a few MB are allowed"),
     "vocab": Refusal(
         "adapter_vocab_mismatch", "`embed_tokens`, `lm_head`, added tokens", "{what}", "the vocabulary of this base has {vocab} entries",
         "an adapter trained with added tokens"),
@@ -223,7 +229,8 @@ REFUSALS: dict[str, Refusal] = {
     # beside the adapter
     "chat_template": Refusal(
         "adapter_chat_template_invalid", "`chat_template.jinja`, `tokenizer_config.json`", "{file} {problem}",
-        "it must hold the chat template as text or be left away", "a truncated tokenizer_config.json"),
+        "it must hold the chat template as a text that Jinja can compile or be left away",
+        "a truncated tokenizer_config.json, an `{% if %}` without its end"),
     "added_tokens": Refusal(
         "adapter_added_tokens", "`tokenizer_config.json`, `added_tokens.json`",
         "The tokenizer beside the adapter adds {token} with the id {number}, which the served tokenizer {has}",

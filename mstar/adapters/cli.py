@@ -122,6 +122,7 @@ def check(
     max_lora_rank: Annotated[int, typer.Option("--max-lora-rank", min=1, help="The server's.")] = 64,
     target_modules: Annotated[list[str] | None, typer.Option("--lora-target-modules", help="The server's, if it sets them.")] = None,
     tokenizer: Annotated[Path | None, typer.Option("--tokenizer", help="Folder of the tokenizer. Default: the model's.")] = None,
+    dtype: Annotated[str, typer.Option("--dtype", help="The server's: auto (the model's own), float32, bfloat16 or float16.")] = "auto",
     roots: Roots = None,
     as_json: AsJson = False,
 ) -> None:
@@ -130,7 +131,7 @@ def check(
     from mstar.adapters.tables import facts_data, size_text
 
     with _readable_errors(as_json=as_json, refused={"path": str(path), "served": False}):
-        facts, digest = dry_run(path, model, max_lora_rank, tuple(target_modules or ()), tokenizer, tuple(roots or ()), _stderr())
+        facts, digest = dry_run(path, model, max_lora_rank, tuple(target_modules or ()), tokenizer, dtype, tuple(roots or ()), _stderr())
     data = facts_data(str(path), facts, digest)
     text = f"[green]would be served[/green]: {len(facts.modules)} modules, rank {facts.max_rank}, {size_text(facts.size_bytes)}"
     _show(data, as_json=as_json, text=text)

@@ -2,14 +2,14 @@
 
     resolve_path ─► examine (front) ─► read_adapter (ranks: every value) ─► copies of base weights
 
-The words of a refusal are the server's because the functions are. Not covered: values that leave the range of a half-precision slot,
-which depends on the server's dtype.
+The words of a refusal are the server's because the functions are. Not covered: the size of a rank's copy, which its host tier bounds.
 """
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -17,7 +17,7 @@ from mstar.adapters.base import BaseShapes
 from mstar.adapters.base_copies import check_base_copies
 from mstar.adapters.base_files import BaseFiles
 from mstar.adapters.examine import TokenId, check_added_tokens
-from mstar.adapters.facts import AdapterFacts, AdapterLimits
+from mstar.adapters.facts import AdapterFacts, AdapterLimits, Dtype
 from mstar.adapters.outline import Outline, outline
 from mstar.adapters.paths import resolve_path
 from mstar.adapters.progress import ReadProgress
@@ -26,6 +26,7 @@ from mstar.errors import AdapterError, ConfigError
 from mstar.types import EMBEDDING, HEAD, PROJECTIONS
 
 NO_CAP = 1 << 31
+_DTYPES: dict[str, Dtype] = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 
 def dry_run(
@@ -34,13 +35,17 @@ def dry_run(
     max_lora_rank: int,
     target_modules: tuple[str, ...],
     tokenizer: Path | None,
+    dtype: str,
     roots: tuple[Path, ...],
     console: Console,
 ) -> tuple[AdapterFacts, str]:
-    """Facts and digest of an adapter that would be served. Raises AdapterError where it would not be, ConfigError for the model."""
+    """Facts and digest of an adapter that would be served with slots of `dtype` (`auto`: the model's own).
+
+    Raises AdapterError where it would not be, ConfigError for the model.
+    """
     base = read_base(model)
     folder, roots = _resolve(path, roots)
-    limits = AdapterLimits(max_lora_rank, roots, target_modules or PROJECTIONS)
+    limits = AdapterLimits(max_lora_rank, roots, target_modules or PROJECTIONS, _slot_dtype(dtype, model))
     facts = inspect_adapter(folder, base, limits)
     check_added_tokens(facts.added_tokens, _token_ids(tokenizer or model))
     with ReadProgress("reading", facts.size_bytes, console) as progress:
@@ -68,6 +73,19 @@ def look(path: Path, model: Path | None, roots: tuple[Path, ...], console: Conso
 
 def read_base(model: Path) -> BaseShapes:
     """The shapes of the model in the folder `model`. Raises ConfigError."""
+    return BaseShapes.from_config(_read_config(model))
+
+
+def _slot_dtype(dtype: str, model: Path) -> Dtype:
+    config = _read_config(model)
+    name = dtype if dtype != "auto" else config.get("dtype") or config.get("torch_dtype") or "float32"
+    if name not in _DTYPES:
+        where = "--dtype" if dtype != "auto" else f"--model {model}: its config.json has the dtype"
+        raise ConfigError(f"{where} {name}, but slots are one of {', '.join(_DTYPES)}")
+    return _DTYPES[name]
+
+
+def _read_config(model: Path) -> dict[str, Any]:
     try:
         config = json.loads((model / "config.json").read_text(encoding="utf-8"))
     except OSError as error:
@@ -76,7 +94,7 @@ def read_base(model: Path) -> BaseShapes:
         raise ConfigError(f"--model {model}: its config.json is not JSON") from None
     if not isinstance(config, dict):
         raise ConfigError(f"--model {model}: its config.json is not a JSON object")
-    return BaseShapes.from_config(config)
+    return config
 
 
 def _resolve(path: Path, roots: tuple[Path, ...]) -> tuple[Path, tuple[Path, ...]]:

@@ -24,12 +24,13 @@ Dtype = Literal["F32", "F16", "BF16"]
 class AdapterLimits:
     """What this server takes. `roots` are the folders that adapters, and what links in them lead to, may lie in.
 
-    `target_modules` are the leaf names that it applies adapters to.
+    `target_modules` are the leaf names that it applies adapters to; `slot_dtype` is what A and B are cast to.
     """
 
     max_lora_rank: int
     roots: tuple[Path, ...]
     target_modules: tuple[str, ...] = PROJECTIONS
+    slot_dtype: Dtype = "F32"
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from mstar.adapters.beside import read_beside
 from mstar.adapters.catalogue import refuse, shown
 from mstar.adapters.facts import AdapterFacts, AdapterLimits, AdapterTensors, BaseCopy, Dtype, LoraPair, as_float32
 from mstar.adapters.files import CHUNK_BYTES, AdapterFile, frame, never, open_folder
+from mstar.adapters.keys import LORA_KINDS
 from mstar.adapters.plan import PlannedPair, PlannedTensor, make_plan
 from mstar.adapters.safetensors_header import Header
 
@@ -30,6 +31,11 @@ CHECKED_AT_ONCE = 1 << 20  # values
 _NUMPY: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}
 # The exponent's bits: all ones in an infinity or a NaN.
 _EXPONENT = {"F16": 0x7C00, "BF16": 0x7F80}
+# By slot dtype: its name and largest number, the first number that rounds to infinity, and the dtypes that hold such numbers.
+_RANGES = {
+    "F16": ("float16", 65504.0, 65520.0, ("F32", "BF16")),
+    "BF16": ("bfloat16", 2.0**127 * (2 - 2.0**-7), 2.0**127 * (2 - 2.0**-8), ("F32",)),
+}
 
 Buffer = NDArray[np.uint8]
 Cancelled = Callable[[], bool]
@@ -66,6 +72,8 @@ def read_adapter(
     for tensor in [*(tensor for pair in plan.pairs.values() for tensor in pair.tensors()), *plan.base_copies]:
         if tensor.entry.key not in views:
             views[tensor.entry.key] = _finite_view(tensor, datas[tensor.file], cancelled)
+            if tensor.parsed.kind in LORA_KINDS:
+                _check_range(tensor, views[tensor.entry.key], limits.slot_dtype, cancelled)
     return AdapterTensors(
         facts=plan.facts,
         digest=found,
@@ -111,6 +119,20 @@ def _finite_view(tensor: PlannedTensor, data: Buffer, cancelled: Cancelled) -> N
         if not _all_finite(flat[start : start + CHECKED_AT_ONCE], entry.dtype):
             raise refuse("non_finite", key=shown(entry.key))
     return values
+
+
+def _check_range(tensor: PlannedTensor, values: NDArray[Any], slot_dtype: Dtype, cancelled: Cancelled) -> None:
+    """Raises where a value would become infinite in the slots' dtype."""
+    if slot_dtype == "F32" or tensor.entry.dtype not in _RANGES[slot_dtype][3]:
+        return
+    name, largest, first_infinite, _ = _RANGES[slot_dtype]
+    flat = values.reshape(-1)
+    for start in range(0, len(flat), CHECKED_AT_ONCE):
+        if cancelled():
+            raise refuse("cancelled")
+        found = float(np.abs(as_float32(flat[start : start + CHECKED_AT_ONCE], _dtype(tensor))).max())
+        if found >= first_infinite:
+            raise refuse("overflow", key=shown(tensor.entry.key), value=f"{found:g}", dtype=name, largest=f"{largest:g}")
 
 
 def _all_finite(values: NDArray[Any], dtype: str) -> bool:

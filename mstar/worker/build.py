@@ -142,6 +142,7 @@ def _build_pool(
         spec,
         base=base,
         base_folder=config.model,
+        max_cpu_lora_bytes=config.max_cpu_lora_bytes,
         roots=config.read_roots,
         read_timeout_s=config.lora_read_timeout_s,
         hint_wait_s=config.hint_wait_s,

@@ -52,9 +52,17 @@ class Load:
     """Keeps `num_streams` running until stopped."""
 
     def __init__(
-        self, url: str, num_streams: int, draw: random.Random, models: Sequence[str] = (*MODELS, MUTABLE), longest: int = 300
+        self,
+        url: str,
+        num_streams: int,
+        draw: random.Random,
+        models: Sequence[str] = (*MODELS, MUTABLE),
+        longest: int = 300,
+        *,
+        is_behind_proxy: bool = False,
     ) -> None:
         """`longest` is the most tokens of a stream."""
+        self._is_behind_proxy = is_behind_proxy
         self._draw = draw
         self._models = models
         self._longest = longest
@@ -109,8 +117,10 @@ class Load:
         """Read it to its end; returns the code of a refusal (503), else "" with everything in `stream`."""
         leave_after = self._draw.randint(1, 30) if self._draw.random() < 0.1 else None
         last = time.monotonic()
+        is_answered = False
         try:
             async with self._client.stream("POST", "/v1/completions", json=stream.ask.body(stream=True)) as reply:
+                is_answered = True
                 if reply.status_code != 200:
                     await reply.aread()
                     code = str(reply.json()["error"]["code"])
@@ -132,6 +142,8 @@ class Load:
         except (httpx.ConnectError, httpx.ConnectTimeout):
             return "unreachable"  # nothing was accepted
         except httpx.TransportError as error:
+            if self._is_behind_proxy and not is_answered:
+                return "unreachable"  # the proxy accepts whether or not anybody listens behind it
             stream.error = type(error).__name__
         if not stream.has_done and not stream.was_left and not stream.error:
             stream.error = "ended without [DONE]"

@@ -129,13 +129,13 @@ FAULTS: dict[str, tuple[Callable[[Compose], None], bool]] = {  # what is done; w
     ),
     "docker restart front": (lambda compose: compose.docker("restart", "-t", "0", compose.container("front")) and None, True),
 }
-FRONT_KILL = "for p in /proc/[0-9]*; do grep -q mstar.api.front $p/cmdline 2>/dev/null && kill -9 ${p#/proc/} && exit 0; done; true"
+FRONT_KILL = "for p in /proc/[0-9]*; do grep -q mstar[.]api[.]front $p/cmdline 2>/dev/null && kill -9 ${p#/proc/} && exit 0; done; true"
 
 
 async def one(compose: Compose, name: str) -> tuple[dict[str, Any], list[Stream]]:
     """Load, fault, recovery."""
     inject, loses = FAULTS[name]
-    load = Load(URL, NUM_STREAMS, random.Random(name), MODELS, longest=200)
+    load = Load(URL, NUM_STREAMS, random.Random(name), MODELS, longest=200, is_behind_proxy=True)
     await until("tokens to flow", lambda: sum(1 for stream in load.running if stream.tokens) >= 4)
     starts, at = compose.num_starts, time.monotonic()
     await asyncio.to_thread(inject, compose)

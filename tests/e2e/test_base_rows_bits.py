@@ -23,7 +23,7 @@ WORKER = Path(__file__).with_name("base_rows_worker.py")
 
 @pytest.mark.xdist_group("base-rows")
 @pytest.mark.parametrize("tp_size", [1, 2])
-def test_base_rows_with_lora_enabled_equal_lora_disabled_bit_for_bit(tp_size, tmp_path):
+def test_c87_base_rows_with_lora_enabled_equal_lora_disabled_bit_for_bit(tp_size, tmp_path):
     tiny_adapters("llama2")  # built here once, not by all ranks at once
     results = run_ranks(tmp_path, tp_size)
     assert all(result == results[0] for result in results), "all ranks sample alike"

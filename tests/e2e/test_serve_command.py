@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import socket
@@ -51,6 +52,25 @@ def test_an_unknown_configuration_key_is_refused(model, tmp_path):
     config.write_text(f"model: {model}\nmax_lora: 3\n")
     line = refused_line(config, "--port=0")
     assert "max_lora" in line and str(config) in line
+
+
+def test_c25_a_quantised_base_is_refused_at_start(model, tmp_path):
+    """Its products would need the delta of an activation that was not rounded: none is served, with adapters or without."""
+    folder = tmp_path / "fp8"
+    shutil.copytree(model, folder)
+    fields = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**fields, "quantization_config": {"quant_method": "fp8"}}))
+    for more in ((), ("--no-enable-lora",)):
+        line = refused_line(f"--model={folder}", "--port=0", *more)
+        assert "quantization_config" in line and "float32, bfloat16 or float16" in line
+
+
+def test_c90_more_than_one_front_is_refused_at_start(model, tmp_path):
+    """One front has the one registry; there is no setting for more, and none is taken in silence."""
+    config = tmp_path / "serve.yaml"
+    for name in ("workers", "api_server_count", "num_fronts"):
+        config.write_text(f"model: {model}\n{name}: 4\n")
+        assert name in refused_line(config, "--port=0")
 
 
 def test_more_ranks_than_heads_are_refused(model):

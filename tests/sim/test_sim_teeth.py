@@ -187,8 +187,8 @@ def test_l35_a_remove_before_its_ingest_that_leaves_no_mark_is_found(monkeypatch
 def test_l24_a_tier_that_drops_copies_in_use_is_found(monkeypatch):
     hold = LoraAdapterStore.hold
 
-    def count_none(self, name):
-        hold(self, name)
+    def count_none(self, name, **how):
+        hold(self, name, **how)
         self._entries[name].holders -= 1
 
     monkeypatch.setattr(LoraAdapterStore, "hold", count_none)

@@ -77,7 +77,7 @@ def test_names_that_lead_elsewhere_or_nowhere_are_404(life, lazy):
     assert life.names() == [] and life.server.metric("mstar_unknown_model_requests_total") == unknown + len(names)
 
 
-def test_a_lazy_load_stalls_no_running_stream(life, lazy):
+def test_c75_a_lazy_load_stalls_no_running_stream(life, lazy):
     life.faults.hold(1, lazy)
 
     async def run():

@@ -27,6 +27,41 @@ CONFIG: dict[str, Any] = {
 BASE = BaseShapes.from_config(CONFIG)
 WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
+PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+# What peft can write and is served: each row is compared with peft, its deltas in tests/unit/adapters, its logits at TP 1 to 4 in
+# tests/unit/engine/resources/lora/test_served_rows.py.
+ROWS: dict[str, dict[str, Any]] = {
+    "rank_1": {"r": 1, "target_modules": PROJECTIONS},
+    "rank_at_the_cap": {"r": 16, "target_modules": ["q_proj"]},
+    "rank_that_is_no_power_of_two": {"r": 7, "target_modules": PROJECTIONS},
+    "rank_pattern_by_name": {"target_modules": PROJECTIONS, "rank_pattern": {"q_proj": 2, "down_proj": 9}},
+    "rank_pattern_by_full_name": {"target_modules": PROJECTIONS, "rank_pattern": {"model.layers.1.self_attn.k_proj": 3}},
+    "rank_pattern_by_anchored_name": {"target_modules": PROJECTIONS, "rank_pattern": {"^model.layers.0.mlp.up_proj": 3}},
+    "rank_pattern_by_regex": {"target_modules": PROJECTIONS, "rank_pattern": {r".*\.0\.(self_attn|mlp)\.(q|v|gate)_proj": 5}},
+    "alpha_pattern_by_name": {"target_modules": PROJECTIONS, "alpha_pattern": {"v_proj": 32, "self_attn.q_proj": 2}},
+    "alpha_pattern_by_regex": {"target_modules": PROJECTIONS, "alpha_pattern": {r"layers\.1\..*": 64, "[qv]_proj": 3}},
+    "alpha_pattern_first_key_wins": {"target_modules": ["q_proj"], "alpha_pattern": {".*q_proj": 32, "q_proj": 2}},
+    "both_patterns_with_different_keys": {"target_modules": PROJECTIONS, "rank_pattern": {"q_proj": 2}, "alpha_pattern": {".*attn.q_proj": 40}},
+    "both_patterns_and_rslora": {"target_modules": PROJECTIONS, "use_rslora": True, "rank_pattern": {"q_proj": 9}, "alpha_pattern": {"k_proj": 5}},
+    "float_alpha": {"target_modules": PROJECTIONS, "lora_alpha": 3.75},
+    "negative_alpha": {"target_modules": ["o_proj"], "lora_alpha": -8},
+    "c27_layers_to_transform": {"target_modules": PROJECTIONS, "layers_to_transform": [1]},
+    "c27_layers_to_transform_as_a_number": {"target_modules": ["o_proj"], "layers_to_transform": 0},
+    "layers_pattern": {"target_modules": ["q_proj"], "layers_to_transform": [0], "layers_pattern": "layers"},
+    "exclude_modules": {"target_modules": PROJECTIONS, "exclude_modules": ["k_proj", "layers.0.mlp.up_proj"]},
+    "c10_dotted_names": {"target_modules": ["self_attn.q_proj", "mlp.down_proj"]},
+    "c10_another_order": {"target_modules": list(reversed(PROJECTIONS))},
+    "c11_regex": {"target_modules": r"model\.layers\.\d+\.self_attn\.(q|v)_proj"},
+    "c11_all_linear": {"target_modules": "all-linear"},
+    "c28_bias_none": {"target_modules": ["q_proj"], "bias": "none"},
+    **{f"c42_{name}_only": {"target_modules": [name]} for name in PROJECTIONS},
+    "c28_lora_only_where_the_base_has_no_bias": {"target_modules": PROJECTIONS, "bias": "lora_only"},
+    "init_gaussian": {"target_modules": ["q_proj"], "init_lora_weights": "gaussian"},
+    "init_orthogonal": {"target_modules": ["q_proj"], "init_lora_weights": "orthogonal"},
+    "ensure_weight_tying": {"target_modules": ["q_proj"], "ensure_weight_tying": True},
+    "c18_no_base_name": {"target_modules": ["q_proj"], "base_model_name_or_path": None},
+}  # fmt: skip
 
 
 def limits(*roots: Path, max_lora_rank: int = 16) -> AdapterLimits:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import math
@@ -26,8 +27,20 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from peft.utils.other import get_pattern_key
 from safetensors.torch import load, save_file
+from transformers.utils.chat_template_utils import _compile_jinja_template
 
-from mstar.adapters import AdapterLimits, AdapterTensors, BaseShapes, LoraPair, as_float32, digest_adapter, inspect_adapter, read_adapter
+from mstar.adapters import (
+    AdapterFacts,
+    AdapterLimits,
+    AdapterTensors,
+    BaseShapes,
+    Dtype,
+    LoraPair,
+    as_float32,
+    digest_adapter,
+    inspect_adapter,
+    read_adapter,
+)
 from mstar.errors import AdapterError
 from mstar.types import EMBEDDING, HEAD, PROJECTIONS
 
@@ -35,7 +48,13 @@ Result = TypeVar("Result")
 EXAMPLES = int(os.environ.get("MSTAR_FUZZ_EXAMPLES", "500"))
 BASE = BaseShapes.from_config({**CONFIG, "attention_bias": True})
 LIMITS = AdapterLimits(16, (), (*PROJECTIONS, HEAD, EMBEDDING))
+SLOTS: dict[Dtype, torch.dtype] = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 CONFIG_FILE, INDEX_FILE = "adapter_config.json", "adapter_model.safetensors.index.json"
+TEMPLATE_FILE, TOKENIZER_FILE = "chat_template.jinja", "tokenizer_config.json"
+BESIDE = {
+    TEMPLATE_FILE: "{% for m in messages %}{% if m.role == 'user' %}{{ m.content | trim }}{% endif %}{% generation %}x{% endgeneration %}{% endfor %}",
+    TOKENIZER_FILE: json.dumps({"chat_template": "{{ bos_token }}", "added_tokens_decoder": {"5": {"content": "<s>"}}}),
+}  # read by the front alone, and not part of the digest
 
 
 PATTERNS = {"rank_pattern": {"layers.1.self_attn.q_proj": 1}, "alpha_pattern": {"^model.*0.self_attn.[qk]_proj$": 3}}
@@ -73,6 +92,10 @@ def seeds() -> tuple[dict[str, bytes], ...]:
                 for part in set(places.values()):
                     save_file({key: half for key, half in halves.items() if places[key] == part}, folder / part)
                 (folder / INDEX_FILE).write_text(json.dumps({"weight_map": places}))
+            if number == 0:
+                for name, text in BESIDE.items():
+                    (folder / name).write_text(text)
+            inspect_adapter(folder, BASE, LIMITS)
             read_adapter(folder, BASE, LIMITS)
             folders.append({path.name: path.read_bytes() for path in folder.iterdir()})
     return tuple(folders)
@@ -80,6 +103,7 @@ def seeds() -> tuple[dict[str, bytes], ...]:
 
 TOKENS = [
     b"{", b"}", b'"', b",", b":", b"0", b"9", b"-", b"e9", b"null", b"true", b"[]", b"{}", b"\\", b"\xff", b"\0", b"\n", b".", b"[", b"F16",
+    b"{%", b"%}", b"{{", b"}}", b"endif", b"endfor", b"for x in y", b"|", b"{#", b"raw", b"macro",
     b"default.", b"1e999", b"NaN", b"18446744073709551616", b"(a+)+", b"lora_A", b"lora_B", b"q_proj", b"k_proj",
 ]  # fmt: skip
 
@@ -171,8 +195,14 @@ def outcome(call: Callable[[], Result]) -> Result | AdapterError:
         return error
 
 
-def check_against_other_readers(read: AdapterTensors, files: dict[str, bytes]) -> None:
-    """Every tensor that safetensors finds is in one pair or copy, to the bit, with PEFT's scale."""
+def check_template(inspected: AdapterFacts | AdapterError) -> None:
+    """A template that is taken is one that transformers compiles."""
+    if isinstance(inspected, AdapterFacts) and inspected.chat_template is not None:
+        _compile_jinja_template(inspected.chat_template)
+
+
+def check_against_other_readers(read: AdapterTensors, files: dict[str, bytes], slots: torch.dtype) -> None:
+    """Every tensor that safetensors finds is in one pair or copy, to the bit, with PEFT's scale, and stays finite in the slots."""
     fields = json.loads(files[CONFIG_FILE])
     tensors: dict[str, torch.Tensor] = {}
     for name in read.facts.files:
@@ -195,7 +225,7 @@ def check_against_other_readers(read: AdapterTensors, files: dict[str, bytes]) -
         alpha = (fields.get("alpha_pattern") or {}).get(get_pattern_key((fields.get("alpha_pattern") or {}), name), fields["lora_alpha"])
         assert rank == found.rank == tensors[key_a].shape[0]
         assert found.scaling == (alpha / math.sqrt(rank) if fields.get("use_rslora") else alpha / rank)
-        assert all(torch.isfinite(tensors[key]).all() for key in keys) and math.isfinite(found.scaling)
+        assert all(torch.isfinite(tensors[key].to(slots)).all() for key in keys) and math.isfinite(found.scaling)
     assert seen == set(tensors)
     assert fields["peft_type"] == "LORA" and fields.get("bias") in (None, "none", "lora_only")
 
@@ -228,19 +258,26 @@ def test_edited_files_are_refused_or_mean_what_other_readers_read(data: st.DataO
             (folder / file).write_bytes(content)
         digest = digest_adapter(folder)
         (folder / name).write_bytes(files[name])
+        slots = data.draw(st.sampled_from(sorted(SLOTS)))
+        limits = dataclasses.replace(LIMITS, slot_dtype=slots)
         tracemalloc.start()
         try:
             inspected = outcome(lambda: inspect_adapter(folder, BASE, LIMITS))
-            read = outcome(lambda: read_adapter(folder, BASE, LIMITS))
+            read = outcome(lambda: read_adapter(folder, BASE, limits))
             assert tracemalloc.get_traced_memory()[1] < 2_000_000
         finally:
             tracemalloc.stop()
-        if isinstance(inspected, AdapterError):
+        if name in BESIDE:
+            assert isinstance(read, AdapterTensors)
+            check_template(inspected)
+        elif isinstance(inspected, AdapterError):
             assert isinstance(read, AdapterError) and read.message == inspected.message
-        if files[name] != seeds()[seed][name]:
+        elif isinstance(read, AdapterError) and read.code == "adapter_dtype_overflow":
+            assert slots != "F32" and isinstance(outcome(lambda: read_adapter(folder, BASE, LIMITS)), AdapterTensors)
+        if name not in BESIDE and files[name] != seeds()[seed][name]:
             with pytest.raises(AdapterError):
                 read_adapter(folder, BASE, LIMITS, digest)
     if isinstance(read, AdapterTensors):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            check_against_other_readers(read, files)
+            check_against_other_readers(read, files, SLOTS[slots])

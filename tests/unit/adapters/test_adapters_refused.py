@@ -28,7 +28,17 @@ from adapter_folders import (
 from safetensors.numpy import save_file
 from safetensors.torch import save_file as save_torch
 
-from mstar.adapters import REFUSALS, as_float32, catalogue_markdown, digest_adapter, inspect_adapter, read_adapter, resolve_path
+from mstar.adapters import (
+    REFUSALS,
+    AdapterLimits,
+    Dtype,
+    as_float32,
+    catalogue_markdown,
+    digest_adapter,
+    inspect_adapter,
+    read_adapter,
+    resolve_path,
+)
 from mstar.errors import AdapterError
 
 Q = PREFIX + "model.layers.0.self_attn.q_proj"
@@ -200,6 +210,10 @@ CASES: list[tuple[str, str, Make, tuple[str, ...]]] = [
     ("unknown_keys", "some", holding(pair() | {f"transformer.h.{number}.c_attn.lora_A.weight": zeros(4, 64) for number in range(5)}),
      ("5 of 7", "transformer.h.0.c_attn", "...", "model.layers.0.self_attn.q_proj.lora_A.weight")),
     ("unknown_keys", "c23_module_that_the_base_lacks", holding(pair() | {A.replace("q_proj", "kv_proj"): zeros(4, 64)}), ("kv_proj",)),
+    ("unknown_keys", "c104_vision_tower_beside_language_layers",
+     holding(pair() | {f"{PREFIX}visual.blocks.{n}.attn.qkv.lora_{half}.weight": zeros(4, 4) for n in (0, 1) for half in "AB"}),
+     ("4 of 6", "visual.blocks.0.attn.qkv")),
+    ("unknown_keys", "c104_vision_tower_alone", holding({f"{PREFIX}model.visual.merger.lora_A.weight": zeros(4, 64)}), ("visual.merger",)),
     ("unknown_keys", "kohya", holding({"lora_unet_down.lora_down.weight": zeros(4, 64)}), ("lora_down",)),
     ("unknown_keys", "line_break", holding(pair() | {A + "\n": zeros(4, 64)}), ("\\n",)),
     ("unknown_keys", "layer_with_zero", holding(pair() | {A.replace("layers.0", "layers.00"): zeros(4, 64)}), ("layers.00",)),
@@ -256,6 +270,18 @@ CASES: list[tuple[str, str, Make, tuple[str, ...]]] = [
     ("chat_template", "number", beside("tokenizer_config.json", b'{"chat_template": 3}'), ("chat_template",)),
     ("chat_template", "no_default", beside("tokenizer_config.json", b'{"chat_template": [{"name": "x", "template": "y"}]}'), ("default",)),
     ("chat_template", "latin", beside("chat_template.jinja", b"\xe9"), ("UTF-8",)),
+    ("chat_template", "if_without_its_end", beside("chat_template.jinja", b"{% for m in messages %}\n{% if m %}{% endfor %}"),
+     ("chat_template.jinja", "cannot be compiled", "line 2", "endfor")),
+    ("chat_template", "cut_in_a_tag", beside("chat_template.jinja", b"{{ messages[0]"), ("line 1", "end of print statement")),
+    ("chat_template", "unknown_filter", beside("chat_template.jinja", b"{{ messages | shout }}"), ("shout",)),
+    ("chat_template", "unknown_tag", beside("tokenizer_config.json", b'{"chat_template": "{% gen %}"}'), ("tokenizer_config.json", "gen")),
+    ("chat_template", "nests_too_deep", beside("chat_template.jinja", b"{{ " + b"(" * 5000 + b"1" + b")" * 5000 + b" }}"),
+     ("nests too deep",)),
+    ("chat_template", "too_long_in_the_config", beside("tokenizer_config.json", json.dumps({"chat_template": "x" * 131073}).encode()),
+     ("131073", "131072")),
+    ("file_too_large", "template", beside("chat_template.jinja", b"x" * 131073), ("chat_template.jinja", "131073", "131072")),
+    ("chat_template", "default_of_several",
+     beside("tokenizer_config.json", b'{"chat_template": [{"name": "default", "template": "{% endif %}"}]}'), ("endif",)),
 ]  # fmt: skip
 
 # Reached elsewhere: paths, reads under way, values.
@@ -273,6 +299,8 @@ ELSEWHERE = {
     "unreadable",
     "changed",
     "cancelled",
+    "host_tier",
+    "overflow",
     "non_finite",
 }
 
@@ -294,7 +322,7 @@ def test_refused_with_code_and_words(row: str, make: Make, words: tuple[str, ...
     with pytest.raises(AdapterError) as refused:
         inspect_adapter(folder, BASE, limits())
     check(refused.value, row, words)
-    if row == "chat_template" or "The tokenizer beside" in refused.value.message:
+    if row == "chat_template" or "chat_template.jinja" in refused.value.message or "The tokenizer beside" in refused.value.message:
         return  # ranks do not read the tokenizer's files
     with pytest.raises(AdapterError) as refused_too:
         read_adapter(folder, BASE, limits())
@@ -330,6 +358,38 @@ def test_the_largest_and_smallest_values_are_served(dtype: torch.dtype, tmp_path
     save_torch(halves, tmp_path / WEIGHTS)
     found = read_adapter(tmp_path, BASE, limits()).pairs[(0, "self_attn.q_proj")]
     np.testing.assert_array_equal(as_float32(found.lora_a, found.dtype)[:, 0], extremes.float().numpy())
+
+
+@pytest.mark.parametrize("file", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("slots", "name"), [(torch.float32, "F32"), (torch.float16, "F16"), (torch.bfloat16, "BF16")])
+def test_c24_exactly_the_values_that_become_infinite_in_the_slots_are_refused(
+    file: torch.dtype, slots: torch.dtype, name: Dtype, tmp_path: Path
+) -> None:
+    """The oracle is torch's own cast, at both sides of every edge."""
+    edges = [65504.0, 65519.0, 65519.996, 65520.0, 65536.0, 3.3895e38, 3.3961e38, float(np.uint32(0x7F7F7FFF).view(np.float32)),
+             float(np.uint32(0x7F7F8000).view(np.float32)), 3.4e38]  # fmt: skip
+    several = AdapterLimits(16, (), slot_dtype=name)
+    for number, value in enumerate([*edges, *(-edge for edge in edges)]):
+        held = torch.tensor(value).to(file)
+        if not torch.isfinite(held):
+            continue
+        halves = {key: torch.from_numpy(half).to(file) for key, half in pair().items()}
+        halves[(A, B)[number % 2]][1, 2] = held
+        folder = tmp_path / str(number)
+        write_config(folder, config())
+        save_torch(halves, folder / WEIGHTS)
+        if torch.isfinite(held.to(slots)):
+            read_adapter(folder, BASE, several)
+            continue
+        with pytest.raises(AdapterError) as refused:
+            read_adapter(folder, BASE, several)
+        check(refused.value, "overflow", ((A, B)[number % 2], str(slots).removeprefix("torch.")))
+
+
+def test_c24_rows_that_are_not_cast_may_be_large(tmp_path: Path) -> None:
+    """A magnitude stays float32 in a slot."""
+    folder = hand_folder(tmp_path / "large", pair() | {f"{Q}.lora_magnitude_vector": zeros(64) + 1e30}, use_dora=True)
+    read_adapter(folder, BASE, AdapterLimits(16, (), slot_dtype="F16"))
 
 
 def test_c79_a_pickle_is_never_opened(tmp_path: Path) -> None:

@@ -14,6 +14,8 @@ from adapter_folders import (
     BASE,
     CONFIG,
     PREFIX,
+    PROJECTIONS,
+    ROWS,
     WEIGHTS,
     assert_same_deltas,
     hand_folder,
@@ -30,41 +32,6 @@ from safetensors.numpy import load_file, save_file
 from mstar.adapters import AdapterLimits, BaseShapes, digest_adapter, inspect_adapter, read_adapter
 from mstar.errors import AdapterError
 
-ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-
-ROWS: dict[str, dict[str, Any]] = {
-    "rank_1": {"r": 1, "target_modules": ALL},
-    "rank_at_the_cap": {"r": 16, "target_modules": ["q_proj"]},
-    "rank_that_is_no_power_of_two": {"r": 7, "target_modules": ALL},
-    "rank_pattern_by_name": {"target_modules": ALL, "rank_pattern": {"q_proj": 2, "down_proj": 9}},
-    "rank_pattern_by_full_name": {"target_modules": ALL, "rank_pattern": {"model.layers.1.self_attn.k_proj": 3}},
-    "rank_pattern_by_anchored_name": {"target_modules": ALL, "rank_pattern": {"^model.layers.0.mlp.up_proj": 3}},
-    "rank_pattern_by_regex": {"target_modules": ALL, "rank_pattern": {r".*\.0\.(self_attn|mlp)\.(q|v|gate)_proj": 5}},
-    "alpha_pattern_by_name": {"target_modules": ALL, "alpha_pattern": {"v_proj": 32, "self_attn.q_proj": 2}},
-    "alpha_pattern_by_regex": {"target_modules": ALL, "alpha_pattern": {r"layers\.1\..*": 64, "[qv]_proj": 3}},
-    "alpha_pattern_first_key_wins": {"target_modules": ["q_proj"], "alpha_pattern": {".*q_proj": 32, "q_proj": 2}},
-    "both_patterns_with_different_keys": {"target_modules": ALL, "rank_pattern": {"q_proj": 2}, "alpha_pattern": {".*attn.q_proj": 40}},
-    "both_patterns_and_rslora": {"target_modules": ALL, "use_rslora": True, "rank_pattern": {"q_proj": 9}, "alpha_pattern": {"k_proj": 5}},
-    "float_alpha": {"target_modules": ALL, "lora_alpha": 3.75},
-    "negative_alpha": {"target_modules": ["o_proj"], "lora_alpha": -8},
-    "c27_layers_to_transform": {"target_modules": ALL, "layers_to_transform": [1]},
-    "c27_layers_to_transform_as_a_number": {"target_modules": ["o_proj"], "layers_to_transform": 0},
-    "layers_pattern": {"target_modules": ["q_proj"], "layers_to_transform": [0], "layers_pattern": "layers"},
-    "exclude_modules": {"target_modules": ALL, "exclude_modules": ["k_proj", "layers.0.mlp.up_proj"]},
-    "c10_dotted_names": {"target_modules": ["self_attn.q_proj", "mlp.down_proj"]},
-    "c10_another_order": {"target_modules": list(reversed(ALL))},
-    "c11_regex": {"target_modules": r"model\.layers\.\d+\.self_attn\.(q|v)_proj"},
-    "c11_all_linear": {"target_modules": "all-linear"},
-    "c28_bias_none": {"target_modules": ["q_proj"], "bias": "none"},
-    "q_only": {"target_modules": ["q_proj"]},
-    "v_only": {"target_modules": ["v_proj"]},
-    "c28_lora_only_where_the_base_has_no_bias": {"target_modules": ALL, "bias": "lora_only"},
-    "init_gaussian": {"target_modules": ["q_proj"], "init_lora_weights": "gaussian"},
-    "init_orthogonal": {"target_modules": ["q_proj"], "init_lora_weights": "orthogonal"},
-    "ensure_weight_tying": {"target_modules": ["q_proj"], "ensure_weight_tying": True},
-    "c18_no_base_name": {"target_modules": ["q_proj"], "base_model_name_or_path": None},
-}  # fmt: skip
-
 
 @pytest.mark.parametrize("row", ROWS)
 def test_served_equals_peft(row: str, tmp_path: Path) -> None:
@@ -76,7 +43,7 @@ def test_served_equals_peft(row: str, tmp_path: Path) -> None:
 
 
 def test_c05_rslora_divides_by_the_root_of_the_rank(tmp_path: Path) -> None:
-    folder = peft_folder(tmp_path, r=64, lora_alpha=16, use_rslora=True, target_modules=ALL)
+    folder = peft_folder(tmp_path, r=64, lora_alpha=16, use_rslora=True, target_modules=PROJECTIONS)
     tensors = read_adapter(folder, BASE, limits(max_lora_rank=64))
     assert {pair.scaling for pair in tensors.pairs.values()} == {2.0}
     assert_same_deltas(our_deltas(tensors), peft_deltas(folder), tolerance=1e-4)
@@ -84,7 +51,7 @@ def test_c05_rslora_divides_by_the_root_of_the_rank(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("dtype", "name"), [(torch.float16, "F16"), (torch.bfloat16, "BF16")])
 def test_half_types_are_read_to_the_bit(dtype: torch.dtype, name: str, tmp_path: Path) -> None:
-    folder = peft_folder(tmp_path, dtype=dtype, target_modules=ALL)
+    folder = peft_folder(tmp_path, dtype=dtype, target_modules=PROJECTIONS)
     tensors = read_adapter(folder, BASE, limits())
     assert {pair.dtype for pair in tensors.pairs.values()} == {name}
     assert {pair.lora_a.dtype.name for pair in tensors.pairs.values()} == {"uint16" if name == "BF16" else "float16"}
@@ -152,7 +119,7 @@ def test_c13_fused_names_share_a_and_split_b(tmp_path: Path) -> None:
 
 
 def test_shards_with_an_index(tmp_path: Path) -> None:
-    whole = peft_folder(tmp_path / "whole", target_modules=ALL)
+    whole = peft_folder(tmp_path / "whole", target_modules=PROJECTIONS)
     tensors = load_file(whole / WEIGHTS)
     folder = tmp_path / "shards"
     folder.mkdir()

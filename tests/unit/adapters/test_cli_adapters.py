@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,12 +17,13 @@ from safetensors.numpy import save_file
 from tokenizers import Tokenizer, models
 from typer.testing import CliRunner
 
-from mstar.adapters import catalogue_markdown, cli
+from mstar.adapters import AdapterLimits, BaseShapes, catalogue_markdown, cli, read_adapter
 from mstar.adapters import progress as progress_module
 from mstar.adapters.admin_client import AdminClient
 from mstar.adapters.outline import spans
 from mstar.adapters.progress import ReadProgress, while_waiting
 from mstar.adapters.tables import served_rows, size_text
+from mstar.errors import AdapterError
 from tests.unit.adapters.adapter_folders import CONFIG, WEIGHTS, base_weights, hand_folder, pair
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -110,6 +112,38 @@ def test_check_refuses_with_the_servers_words(run: Run, model: Path, tmp_path: P
     assert code in (None, said["error"]["code"]) and message in said["error"]["message"]
     _, _, plain = run("check", folder, "--model", model, *options)
     assert " ".join(plain.split()) == " ".join(f"refused: {said['error']['message']}".split())
+
+
+def test_c24_check_and_a_rank_refuse_a_value_beyond_the_slots_range_in_the_same_words(run: Run, model: Path, tmp_path: Path):
+    tensors = pair()
+    next(iter(tensors.values()))[0, 0] = 70000
+    folder = hand_folder(tmp_path / "loud", tensors)
+    assert run("check", folder, "--model", model)[0] == 0  # a float32 model
+    base = BaseShapes.from_config(CONFIG)
+    half = tmp_path / "half"
+    shutil.copytree(model, half)
+    for key in ("dtype", "torch_dtype"):
+        (half / "config.json").write_text(json.dumps({**CONFIG, key: "float16"}))
+        with pytest.raises(AdapterError) as rank:
+            read_adapter(folder, base, AdapterLimits(64, (tmp_path,), slot_dtype="F16"))
+        for argv in ((half,), (model, "--dtype", "float16"), (half, "--dtype=auto")):
+            code, out, _ = run("check", folder, "--json", "--model", *argv)
+            assert (code, json.loads(out)["error"]["code"]) == (1, "adapter_dtype_overflow")
+            assert json.loads(out)["error"]["message"] == rank.value.message
+        for dtype in ("bfloat16", "float32"):
+            assert run("check", folder, "--model", half, "--dtype", dtype)[0] == 0
+    code, _, error = run("check", folder, "--model", model, "--dtype", "int8")
+    assert code == 2 and "int8" in error
+    (half / "config.json").write_text(json.dumps({**CONFIG, "dtype": "int8"}))
+    code, _, error = run("check", folder, "--model", half)
+    assert code == 2 and "int8" in error
+
+
+def test_check_refuses_a_template_that_cannot_be_compiled(run: Run, model: Path, tmp_path: Path):
+    folder = hand_folder(tmp_path / "cut")
+    (folder / "chat_template.jinja").write_text("{% if messages %}")
+    code, out, _ = run("check", folder, "--json", "--model", model)
+    assert (code, json.loads(out)["error"]["code"]) == (1, "adapter_chat_template_invalid")
 
 
 def test_check_of_what_is_no_folder_or_with_what_is_no_model(run: Run, model: Path, tmp_path: Path):

@@ -90,6 +90,7 @@ class PoolRanks(RankLinks):
             lora_spec(arch, self.tp_size, max_loras=config.max_loras, max_lora_rank=MAX_LORA_RANK, max_cpu_loras=config.host_tier_size),
             base=base,
             roots=config.read_roots,
+            max_cpu_lora_bytes=config.max_cpu_lora_bytes,
         )
         self.close_pools()
         self.reads = [Reads(spec, tp_rank) for tp_rank in range(self.tp_size)]

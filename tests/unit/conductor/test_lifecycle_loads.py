@@ -98,6 +98,56 @@ def test_an_instance_that_dies_during_a_load_ends_it_with_503_and_nothing_is_ser
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("when", ["starting", "down"])
+def test_a_load_while_the_ranks_are_not_there_is_503_at_once_whatever_it_names(model, folders, monkeypatch, when):
+    """Before any file is looked at, and also behind a load of the same name that is under way."""
+
+    async def run():
+        async with served(model, monkeypatch, lora_dir=str(folders["A"].parent)) as (conductor, ranks):
+            if when == "starting":
+                ranks.up = False
+            else:
+                await conductor.load_adapter("kept", str(folders["B"]))
+                ranks.die()
+            looked = []
+            monkeypatch.setattr(conductor._lifecycle._sources, "find", looked.append)
+            for path in (folders["A"], model.parent / "nothing-there", "/etc"):
+                with pytest.raises(AdapterError) as caught:
+                    await conductor.load_adapter("a", str(path), load_inplace=True)
+                assert (caught.value.code, caught.value.status) == ("server_not_ready", 503)
+            with pytest.raises(AdapterError) as caught:
+                await conductor.find("C")
+            assert (caught.value.code, caught.value.status) == ("server_not_ready", 503)
+            async with conductor._lifecycle._lock("a"):
+                with pytest.raises(AdapterError) as caught:
+                    await asyncio.wait_for(conductor.load_adapter("a", str(folders["A"])), PATIENCE_S)
+                assert caught.value.code == "server_not_ready"
+            assert looked == []
+
+    asyncio.run(run())
+
+
+def test_an_adapter_over_the_host_tiers_bytes_is_a_4xx_with_the_arithmetic_and_its_name_stays_free(model, folders, tmp_path, monkeypatch):
+    large = hand_folder(
+        tmp_path / "large", {key: half for layer in (0, 1) for key, half in pair(layer, "mlp.gate_up_proj", rank=16).items()}, r=16
+    )
+
+    async def run():
+        async with served(model, monkeypatch, max_cpu_lora_bytes=10_000) as (conductor, ranks):
+            with pytest.raises(AdapterError) as caught:
+                await conductor.load_adapter("x", str(large))
+            assert (caught.value.code, caught.value.status) == ("adapter_exceeds_host_tier", 400)
+            # 2 layers x (2 A of 16 x 64 and a B of 16 x 128 on each of two ranks) in float32, and a scale a part
+            assert caught.value.message == (
+                f"The adapter's copy on this rank takes {2 * (2 * 16 * 64 + 16 * 128) * 4 + 2 * 2 * 4} bytes, "
+                "but this server's `max_cpu_lora_bytes` is 10000."
+            )
+            assert ranks.kept() == [[], []]
+            await conductor.load_adapter("x", str(folders["A"]))
+
+    asyncio.run(run())
+
+
 def test_concurrent_loads_of_one_name_have_one_winner_and_the_same_weights_are_no_conflict(model, folders, monkeypatch):
     shutil.copytree(folders["A"], folders["A"].with_name("A2"))
 
@@ -116,7 +166,7 @@ def test_concurrent_loads_of_one_name_have_one_winner_and_the_same_weights_are_n
     asyncio.run(run())
 
 
-def test_an_unload_during_a_load_waits_for_it_and_wins(model, folders, monkeypatch):
+def test_c72_an_unload_during_a_load_waits_for_it_and_wins(model, folders, monkeypatch):
     async def run():
         async with served(model, monkeypatch) as (conductor, ranks):
             loading = asyncio.ensure_future(conductor.load_adapter("x", str(folders["A"])))
@@ -195,7 +245,7 @@ def test_c67_a_name_loaded_again_is_another_generation(model, folders, monkeypat
 
 
 @pytest.mark.parametrize("how", ["unload", "replace"])
-def test_a_request_that_ranks_have_not_heard_of_yet_still_runs_on_the_weights_it_was_accepted_for(model, folders, monkeypatch, how):
+def test_c72_a_request_that_ranks_have_not_heard_of_yet_still_runs_on_the_weights_it_was_accepted_for(model, folders, monkeypatch, how):
     """It waits in front of a full host tier while its adapter is unloaded: the ranks may forget that only after its ingest."""
 
     async def run():

@@ -134,7 +134,7 @@ def test_pages_join_to_the_list_while_names_come_and_go():
         registry.resolve("a2")
 
 
-def test_10000_registered_adapters_are_never_gone_through_by_a_load_a_request_or_a_page(capsys):
+def test_c62_10000_registered_adapters_are_never_gone_through_by_a_load_a_request_or_a_page(capsys):
     """Counted, not timed: the mapping that holds them is never iterated. The times are printed for a reader."""
 
     class Counted(dict):

@@ -11,6 +11,7 @@ import pytest
 from mstar.conductor import registry_file as registry_file_module
 from mstar.conductor.registry import Adapter, Registry
 from mstar.conductor.registry_file import RegistryFile
+from mstar.conductor.sources import AdapterSources
 from mstar.wire import front_rank
 from tests.unit.conductor.pool_ranks import served
 
@@ -126,3 +127,34 @@ def test_a_pin_that_has_no_room_after_a_restart_is_logged_and_the_adapter_still_
             assert "a was pinned and is not any more" in caplog.text
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("run", ["r", "another"])
+def test_c62_10000_adapters_come_back_at_a_start_without_a_look_at_any_folder(model, folders, monkeypatch, path, run):
+    """Their folders are not even there; a load beside them is one message to each rank, and a page is a page."""
+    RegistryFile(path, "r").begin(adapter(f"old-{number:05}") for number in range(10_000))
+
+    async def main():
+        examined = []
+        monkeypatch.setattr(AdapterSources, "_examine", count(examined, AdapterSources._examine))
+        async with served(model, monkeypatch, registry_file_object=RegistryFile(path, run), max_registered_loras=10_001) as (
+            conductor,
+            ranks,
+        ):
+            assert examined == [] and all(reads.paths == [] for reads in ranks.reads)
+            assert [len(ranks.of(front_rank.Load, rank)) for rank in (0, 1)] == [10_000, 10_000]
+            await conductor.load_adapter("new", str(folders["A"]))
+            assert examined == [folders["A"]] and len(ranks.of(front_rank.Load)) == 10_001
+            page, more = conductor.served_models("old-04999", 20)
+            assert [card.id for card in page] == [f"old-{number:05}" for number in range(5000, 5020)] and more
+            assert conductor.resolve("old-09999").root == "a/old-09999"
+
+    asyncio.run(main())
+
+
+def count(seen, call):
+    def counting(self, folder, roots):
+        seen.append(folder)
+        return call(self, folder, roots)
+
+    return counting

@@ -5,13 +5,17 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import logging
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from mstar.conductor.types import Rendered
+from mstar.config import LoraModule
 from mstar.errors import AdapterError, RequestError
 from mstar.wire import front_rank
+from tests.unit.adapters.adapter_folders import hand_folder, pair
 from tests.unit.conductor.pool_ranks import generation, served
 
 TOKENS = {"<|im_start|>": 1, "<|im_end|>": 2}
@@ -38,6 +42,28 @@ def test_the_folders_template_is_served_with_its_name_and_the_bases_stays_none(m
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("how", ["load", "replace"])
+def test_a_template_that_cannot_be_compiled_is_refused_at_the_load_and_what_was_served_stays(model, folders, monkeypatch, how):
+    beside(folders["A"], "{% for m in messages %}{{ m.content }}")
+
+    async def run():
+        async with served(model, monkeypatch) as (conductor, ranks):
+            if how == "replace":
+                await conductor.load_adapter("a", str(folders["B"]))
+            sent = [list(messages) for messages in ranks.sent]
+            with pytest.raises(AdapterError) as caught:
+                await conductor.load_adapter("a", str(folders["A"]), load_inplace=how == "replace")
+            assert (caught.value.code, caught.value.status) == ("adapter_chat_template_invalid", 400)
+            assert "chat_template.jinja" in caught.value.message and "endfor" in caught.value.message
+            assert ranks.sent == sent
+            if how == "replace":
+                assert conductor.resolve("a").root == str(folders["B"])
+            beside(folders["A"], "{% for m in messages %}{{ m.content }}{% endfor %}")
+            await conductor.load_adapter("a", str(folders["A"]), load_inplace=how == "replace")
+
+    asyncio.run(run())
+
+
 def test_a_template_that_changed_is_another_adapter_to_a_plain_load_and_swapped_in_place_without_the_ranks(model, folders, monkeypatch):
     beside(folders["A"], "old")
 
@@ -56,6 +82,21 @@ def test_a_template_that_changed_is_another_adapter_to_a_plain_load_and_swapped_
             ranks.begin(conductor._config)
             assert ranks.of(front_rank.Unload) == [], "the running request's generation is still the served one"
             assert [message.rid for message in ranks.of(front_rank.Ingest)] == [running.rid]
+
+    asyncio.run(run())
+
+
+def test_c07_copies_of_base_weights_are_one_line_in_the_log(model, folders, monkeypatch, caplog):
+    names = [f"model.layers.{layer}.self_attn.q_proj" for layer in (0, 1)]
+    copies = {f"base_model.model.{name}.base_layer.weight": np.zeros((64, 64), dtype=np.float32) for name in names}
+    folder = hand_folder(folders["A"].with_name("copies"), pair() | copies)
+
+    async def run():
+        async with served(model, monkeypatch) as (conductor, _):
+            with caplog.at_level(logging.WARNING):
+                await conductor._lifecycle.configure(LoraModule(name="a", path=str(folder)))
+            (line,) = [record.getMessage() for record in caplog.records]
+            assert line.startswith("adapter a: 2 copies of base weights") and all(name in line for name in names)
 
     asyncio.run(run())
 

@@ -73,6 +73,7 @@ class _Request:
     """A live request here; `adapter` is None for a base row and where its adapter has nothing for this pool."""
 
     adapter: str | None
+    is_pin: bool = False
 
 
 class LoraAdapterPool(Resource):
@@ -125,6 +126,8 @@ class LoraAdapterPool(Resource):
         self._store: LoraAdapterStore[HostCopy] = LoraAdapterStore(
             read or HostReader(spec, rank, self.dtype),
             capacity=spec.max_cpu_loras,
+            max_bytes=spec.max_cpu_lora_bytes,
+            size_of=lambda copy: copy.size_bytes,
             read_timeout_s=spec.read_timeout_s,
             on_change=self._on_copy,
             clock=clock,
@@ -242,9 +245,10 @@ class LoraAdapterPool(Resource):
                 self._requests[rid] = _Request(None)
                 self._settled.add(rid)
                 return
-            self._requests[rid] = _Request(adapter)
+            is_pin = overrides is not None and overrides.sampling is None
+            self._requests[rid] = _Request(adapter, is_pin)
             self._live[adapter] = self._live.get(adapter, 0) + 1
-            self._store.hold(adapter)
+            self._store.hold(adapter, pinned=is_pin)
             settled = self._store.state(adapter) != IN_FLIGHT
         if settled:
             self._on_copy(adapter)
@@ -263,7 +267,7 @@ class LoraAdapterPool(Resource):
             adapter = request.adapter
             if adapter is None:
                 return
-            self._store.drop(adapter)
+            self._store.drop(adapter, pinned=request.is_pin)
             self._live[adapter] -= 1
             if not self._live[adapter]:
                 del self._live[adapter]
@@ -479,7 +483,7 @@ class LoraAdapterPool(Resource):
                 if self._loading.get(name) is not done:
                     raise AdapterError(f"the adapter {name!r} was unloaded while it loaded", code="adapter_unloaded", status=409)
                 del self._loading[name]
-                self._store.serve(name, path, digest or copy.digest)
+                self._store.serve(name, path, digest or copy.digest, copy.size_bytes)
                 self._has_something[name] = bool(copy.targets)
         except Exception as error:  # the future carries it to whoever loads
             with self._lock:

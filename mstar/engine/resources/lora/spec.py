@@ -67,7 +67,8 @@ class LoraTarget:
 class LoraSpec:
     """One node's pool: targets × layers, and its bounds.
 
-    `max_loras` slots besides slot 0; `max_lora_rank` is the largest `r` a slot holds; `max_cpu_loras` host copies.
+    `max_loras` slots besides slot 0; `max_lora_rank` is the largest `r` a slot holds; `max_cpu_loras` host copies on each rank, of at
+    most `max_cpu_lora_bytes` together (None: no such bound).
     `adapters` are those configured at startup (name to folder), servable without a load call. `base` is what adapter folders are
     checked against, `base_folder` where its files lie: without it an adapter that has to be compared with the base's weights, or
     computed from them, is refused. `target_modules` are the leaf names that adapters may have tensors for. The three bounds are
@@ -79,6 +80,7 @@ class LoraSpec:
     max_loras: int
     max_lora_rank: int
     max_cpu_loras: int
+    max_cpu_lora_bytes: int | None = None
     node_name: str = "llm"
     graph_walks: tuple[str, ...] = ("step",)
     adapters: Mapping[str, str] = field(default_factory=dict)

@@ -219,15 +219,23 @@ def test_c24_bfloat16_files_are_read_as_they_are():
     assert torch.equal(wide.targets["o_proj"].lora_a[0, 0], torch.from_numpy(bits).view(torch.bfloat16).float())
 
 
-@pytest.mark.parametrize(("dtype", "value"), [(torch.float16, 7e4), (torch.bfloat16, 3.4e38)])
-def test_c24_a_cast_that_overflows_is_refused_with_the_tensor_and_the_range(dtype, value):
-    spec = toy_spec(1)
-    found = lora_pair(2, 64, 64, 1.0, 1)
-    found.lora_b[3, 1] = value
-    with pytest.raises(AdapterError, match=r"layer 1 self_attn.o_proj lora_B holds .* slots cannot hold") as caught:
-        cuts(spec, {(1, "self_attn.o_proj"): found}, dtype)
-    assert caught.value.code == "adapter_dtype_overflow"
-    assert cuts(spec, {(1, "self_attn.o_proj"): found}, torch.float32)
+@pytest.mark.parametrize("tp_rank", [0, 1])
+@pytest.mark.parametrize(("dtype", "value"), [(torch.float16, -7e4), (torch.bfloat16, 3.4e38)])
+def test_c24_a_cast_that_overflows_is_refused_with_the_tensor_and_the_range_on_every_rank(tmp_path, dtype, value, tp_rank):
+    """Whichever rank's shard the value lies in."""
+    file = pair(1, "self_attn.o_proj")
+    key = "base_model.model.model.layers.1.self_attn.o_proj.lora_A.weight"
+    file[key][3, 1] = value
+    folder = hand_folder(tmp_path / "loud", file)
+    with pytest.raises(AdapterError) as caught:
+        HostReader(toy_spec(2), tp_rank, dtype)(str(folder), None, NEVER)
+    name, largest = {torch.float16: ("float16", "65504"), torch.bfloat16: ("bfloat16", "3.38953e+38")}[dtype]
+    assert (caught.value.code, caught.value.status) == ("adapter_dtype_overflow", 400)
+    assert caught.value.message == (
+        f'"{key}" holds {abs(value):g}, but this server\'s slots are {name}, whose largest number is {largest} (`--dtype`).'
+    )
+    (copy,) = HostReader(toy_spec(2), tp_rank, torch.float32)(str(folder), None, NEVER).targets.values()
+    assert torch.isfinite(copy.lora_a).all()
 
 
 def test_the_reader_checks_folder_and_digest(tmp_path):

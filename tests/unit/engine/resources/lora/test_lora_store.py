@@ -66,10 +66,14 @@ class ByHand(Reader):
 
 
 class Tier:
-    """A store over a reader function that logs its reads; a path in `refused` fails, `cancels` asks whether it was given up."""
+    """A store over a reader function that logs its reads; a path in `refused` fails, `cancels` asks whether it was given up.
 
-    def __init__(self, names="ABCD", capacity=2, read_timeout_s=30.0, clock=None):
+    `sizes` are the bytes of the copies by name (10 unless told otherwise); with `told` the store knows them from the start.
+    """
+
+    def __init__(self, names="ABCD", capacity=2, read_timeout_s=30.0, clock=None, max_bytes=None, sizes=(), told=False):
         self.clock = clock or Clock()
+        self.sizes = dict.fromkeys("ABCDEZ", 10) | dict(sizes)
         self.reads: list[str] = []
         self.refused: dict[str, Exception] = {}
         self.cancels: list[bool] = []
@@ -77,10 +81,15 @@ class Tier:
         self.reader = ByHand()
         self.store = LoraAdapterStore(
             self._read, capacity=capacity, read_timeout_s=read_timeout_s, clock=self.clock, reader=self.reader,
+            max_bytes=max_bytes, size_of=lambda copy: self.sizes.get(copy[1], 10),
             on_change=lambda name: self.changes.append((name, self.store.state(name))),
         )  # fmt: skip
+        self.told = told
         for name in names:
-            self.store.serve(name, f"/{name}", f"digest {name}")
+            self.serve(name)
+
+    def serve(self, name):
+        self.store.serve(name, f"/{name}", f"digest {name}", self.sizes[name] if self.told else None)
 
     def _read(self, path, digest, cancelled):
         self.reads.append(path)
@@ -182,6 +191,18 @@ def test_c60_as_many_adapters_as_the_bound_says_fit():
         assert len(tier.ready()) == capacity
 
 
+def test_a_later_request_does_not_take_up_an_idle_copy_whose_place_an_earlier_read_needs():
+    """Else two tiers could each hold what a later request needs and read nothing for an earlier one."""
+    tier = Tier(capacity=2)
+    for name in "AB":
+        tier.hold(name)
+        tier.reader.run_dry()
+        tier.store.drop(name)
+    tier.hold("C", "D", "A")
+    tier.reader.run_dry()
+    assert tier.ready() == ["C", "D"] and tier.store.state("A") == IN_FLIGHT
+
+
 def test_c63_idle_copies_turn_over_when_adapters_take_turns():
     tier = Tier(capacity=2)
     for name in "ABCDABCD":
@@ -189,6 +210,109 @@ def test_c63_idle_copies_turn_over_when_adapters_take_turns():
         tier.reader.run_dry()
         assert tier.store.state(name) == READY and len(tier.ready()) <= 2
         tier.store.drop(name)
+
+
+# bytes
+
+
+def test_c60_a_copy_of_exactly_the_bytes_that_are_allowed_is_served_and_one_byte_more_is_refused_with_both_numbers():
+    tier = Tier(max_bytes=100, sizes={"A": 100, "B": 101})
+    tier.hold("A")
+    tier.reader.run_dry()
+    assert tier.store.state("A") == READY and tier.store.host_bytes() == 100
+    tier.store.drop("A")
+    tier.hold("B")
+    refused = tier.store.check("/B", None)
+    tier.reader.run_dry()
+    for error in (tier.store.error("B"), refused.exception(0)):
+        assert (error.code, error.status) == ("adapter_exceeds_host_tier", 400)
+        assert error.message == "The adapter's copy on this rank takes 101 bytes, but this server's `max_cpu_lora_bytes` is 100."
+    assert tier.store.counts() == (2, 1)
+
+
+def test_c60_idle_copies_go_least_recently_used_first_until_the_next_ones_bytes_fit():
+    tier = Tier("ABCDE", capacity=5, max_bytes=100, sizes={"A": 30, "B": 30, "C": 30, "D": 60, "E": 10}, told=True)
+    tier.hold(*"ABC")
+    tier.reader.run_dry()
+    for name in "BAC":
+        tier.store.drop(name)
+    tier.store.copy("B")  # used last
+    tier.hold("E")
+    tier.reader.run_dry()
+    assert sorted(tier.ready()) == ["A", "B", "C", "E"] and tier.store.host_bytes() == 100
+    tier.hold("D")
+    tier.reader.run_dry()
+    assert sorted(tier.ready()) == ["B", "D", "E"] and tier.store.host_bytes() == 100
+
+
+def test_reads_wait_for_bytes_that_are_in_use_and_small_copies_do_not_pass_a_large_one():
+    tier = Tier("ABCDE", capacity=5, max_bytes=100, sizes={"A": 50, "B": 30, "C": 40, "D": 5}, told=True)
+    tier.hold(*"ABCD")
+    tier.reader.run_dry()
+    assert tier.ready() == ["A", "B"] and tier.store.state("C") == tier.store.state("D") == IN_FLIGHT
+    checked = tier.store.check("/E", None)  # keeps nothing, so it waits for nothing
+    tier.reader.run_dry()
+    assert checked.result(0) and tier.reads == ["/A", "/B", "/E"]
+    tier.store.drop("B")
+    tier.reader.run_dry()
+    assert tier.ready() == ["A", "C", "D"] and tier.store.host_bytes() == 95
+
+
+def test_a_read_that_an_admit_needs_goes_over_the_bytes_and_what_is_over_goes_first_chance():
+    tier = Tier(capacity=4, max_bytes=15, told=True)
+    tier.hold("A", "B")
+    tier.reader.run_dry()
+    assert tier.ready() == ["A"]
+    tier.store.urge(["B"])
+    tier.reader.run_dry()
+    assert tier.store.host_bytes() == 20
+    tier.store.drop("A")
+    assert tier.ready() == ["B"] and tier.store.host_bytes() == 10
+
+
+def test_a_size_that_is_not_known_yet_is_learnt_from_the_first_read():
+    tier = Tier(capacity=4, max_bytes=15)
+    tier.hold("A", "B", "C")
+    tier.reader.run_dry()
+    assert tier.ready() == ["A", "B"], "B began in a tier that was not full, C did not"
+    for name in "ABC":
+        tier.store.drop(name)
+    tier.hold("B", "A")
+    tier.reader.run_dry()
+    assert tier.ready() == ["B"] and tier.store.host_bytes() == 10
+    tier.store.forget("B")
+    assert tier.store.host_bytes() == 0
+    full = Tier(max_bytes=10)
+    full.hold("A", "B")
+    full.reader.run_dry()
+    assert full.ready() == ["A"], "a tier that is full by bytes is full"
+
+
+def test_a_size_is_forgotten_with_its_name():
+    tier = Tier(capacity=4, max_bytes=15)
+    tier.hold("B")
+    tier.reader.run_dry()
+    tier.store.drop("B")
+    tier.store.forget("B")
+    tier.serve("B")  # other weights, of which nothing is known
+    tier.hold("A", "B")
+    tier.reader.run_dry()
+    assert tier.ready() == ["A", "B"]
+
+
+def test_pins_which_may_never_end_keep_no_read_out_of_the_tier():
+    tier = Tier("ABCDE", capacity=5, max_bytes=10, told=True)
+    tier.store.hold("A", pinned=True)
+    tier.store.hold("B", pinned=True)
+    tier.hold("C", "D")
+    tier.reader.run_dry()
+    assert tier.ready() == ["A", "B", "C"] and tier.store.state("D") == IN_FLIGHT
+    tier.store.drop("C")
+    tier.reader.run_dry()
+    assert tier.ready() == ["A", "B", "D"]
+    tier.store.drop("A", pinned=True)
+    tier.store.drop("D")
+    assert tier.ready() == ["B"] and tier.store.host_bytes() == 10
 
 
 def test_an_urgent_read_goes_ahead_of_the_queue_and_over_the_bound():
@@ -480,11 +604,15 @@ def test_wait_on_the_thread_is_woken_by_the_read():
 class Tiers(RuleBasedStateMachine):
     """Any order of holds, drops, unloads, urgent reads and read ends keeps the tier's promises."""
 
-    @initialize(capacity=st.integers(1, 3))
-    def start(self, capacity):
-        self.tier = Tier("ABCDE", capacity)
-        self.capacity = capacity
+    @initialize(
+        capacity=st.integers(1, 3), max_bytes=st.none() | st.integers(40, 90), sizes=st.lists(st.integers(1, 40), min_size=5, max_size=5)
+    )
+    def start(self, capacity, max_bytes, sizes):
+        self.tier = Tier("ABCDE", capacity, max_bytes=max_bytes, sizes=dict(zip("ABCDE", sizes, strict=True)), told=True)
+        self.capacity, self.max_bytes = capacity, max_bytes
         self.held: list[str] = []
+        self.pins: list[str] = []
+        self.ever_pinned: set[str] = set()
         self.urged: set[str] = set()
         self.running = None
 
@@ -492,6 +620,18 @@ class Tiers(RuleBasedStateMachine):
     def hold(self, name):
         self.tier.hold(name)
         self.held.append(name)
+
+    @precondition(lambda self: len(self.pins) < self.capacity - 1)
+    @rule(name=st.sampled_from("ABCDE"))
+    def pin(self, name):
+        self.tier.store.hold(name, pinned=True)
+        self.pins.append(name)
+        self.ever_pinned.add(name)
+
+    @precondition(lambda self: self.pins)
+    @rule()
+    def unpin(self):
+        self.tier.store.drop(self.pins.pop(), pinned=True)
 
     @precondition(lambda self: self.held)
     @rule(data=st.data())
@@ -502,9 +642,9 @@ class Tiers(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from("ABCDE"))
     def reload(self, name):
-        if name not in self.held:
+        if name not in (*self.held, *self.pins):
             self.tier.store.forget(name)
-            self.tier.store.serve(name, f"/{name}", f"digest {name}")
+            self.tier.serve(name)
 
     @precondition(lambda self: self.running is None)
     @rule()
@@ -534,9 +674,13 @@ class Tiers(RuleBasedStateMachine):
             return
         ready = set(self.tier.ready())
         assert len(ready) <= self.capacity + len(self.urged)
+        host_bytes = self.tier.store.host_bytes()
+        assert host_bytes == sum(self.tier.sizes[name] for name in ready)
+        if self.max_bytes is not None:
+            assert host_bytes <= self.max_bytes + sum(self.tier.sizes[name] for name in self.urged | self.ever_pinned)
         for name in "ABCDE":
             state = self.tier.store.state(name)
-            if name in self.held:
+            if name in (*self.held, *self.pins):
                 assert state in (READY, IN_FLIGHT, FAILED)
             else:
                 assert state != IN_FLIGHT, "nobody waits for it"
@@ -548,10 +692,17 @@ class Tiers(RuleBasedStateMachine):
         if hasattr(self, "tier"):
             if self.running is not None:
                 self.tier.reader.end(self.running)
-            for name in list(dict.fromkeys(self.held))[self.capacity :]:
+            while self.pins:
+                self.unpin()
+            kept: list[str] = []
+            for name in dict.fromkeys(self.held):
+                fits = self.max_bytes is None or sum(self.tier.sizes[other] for other in (*kept, name)) <= self.max_bytes
+                if len(kept) < self.capacity and fits:
+                    kept.append(name)
+                    continue
                 for _ in range(self.held.count(name)):
                     self.tier.store.drop(name)
-                self.held = [other for other in self.held if other != name]
+            self.held = kept
             self.tier.reader.run_dry()
             assert all(self.tier.store.state(name) != IN_FLIGHT for name in self.held)
 

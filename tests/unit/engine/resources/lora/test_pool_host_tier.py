@@ -7,6 +7,7 @@ import threading
 import pytest
 
 from mstar.config import ServeConfig
+from mstar.engine.resources.base import ResourceReqConfig
 from mstar.engine.resources.lora.slots import FAILED, IN_FLIGHT, READY
 from mstar.errors import AdapterError
 from tests.unit.engine.lora_pools import PATIENCE_S, path_of, promptly, wants
@@ -118,6 +119,91 @@ def test_l24_a_copy_that_an_admit_needs_is_read_at_once_over_the_bound_and_ahead
     assert follower.reads.began == [path_of("A"), path_of("C")]  # B still waits for the bound
     assert sorted(follower.pool.store.host_names()) == ["A", "C"]
     instance.assert_alike()
+
+
+def wait_until_read_out(rank):
+    """Until the reader has begun and ended all that it may: the check of a load is last in its queue and needs no place."""
+    rank.pool.store.check(path_of("Z"), None).result(PATIENCE_S)
+
+
+def test_l24_the_tiers_bytes_hold_back_reads_that_no_admit_needs_and_pins_hold_back_none(instances):
+    alone = instances(tp_size=2)
+    alone.ingest("1", "A")
+    size = max(rank.pool.store.host_bytes() for rank in alone.ranks)
+    instance = instances(tp_size=2, max_loras=2, max_cpu_lora_bytes=size)
+    for rank in instance.ranks:
+        rank.pool.ingest_request("pin", ResourceReqConfig((), None, "A"))
+        rank.wait_read("A")
+    instance.admit("pin")
+    instance.ingest("2", "B")  # read, though A fills the tier for ever
+    instance.ingest("3", "C", settled=False)
+    instance.admit("2")
+    for rank in instance.ranks:
+        wait_until_read_out(rank)
+        assert rank.pool.store.state("C") == IN_FLIGHT and sorted(rank.pool.store.host_names()) == ["A", "B"]
+    instance.remove("2")
+    for rank in instance.ranks:
+        rank.wait_read("C")
+        assert sorted(rank.pool.store.host_names()) == ["A", "C"]
+    instance.admit("3")
+    instance.ranks[1].assert_runs("3", path_of("C"))
+    instance.ingest("4", "A")
+    instance.remove("pin", "3")  # the copy of A is in use by a request that ends, so others wait for it
+    instance.ingest("5", "C", settled=False)
+    for rank in instance.ranks:
+        wait_until_read_out(rank)
+        assert rank.pool.store.state("C") == IN_FLIGHT and rank.pool.store.host_names() == ["A"]
+    instance.assert_alike()
+
+
+def test_l24_a_load_tells_the_tier_how_large_the_copy_will_be(instances):
+    (alone,) = instances().ranks
+    for rid, name in ("1", "A"), ("2", "B"):
+        alone.pool.ingest_request(rid, wants(name))
+        alone.wait_read(name)
+    (rank,) = instances(adapters="A", max_cpu_lora_bytes=alone.pool.store.host_bytes() - 1).ranks
+    rank.pool.load_adapter_async("B", path_of("B")).result(PATIENCE_S)
+    for rid, name in ("1", "A"), ("2", "B"):
+        rank.pool.ingest_request(rid, wants(name))
+    wait_until_read_out(rank)
+    assert rank.pool.store.host_names() == ["A"] and rank.pool.store.state("B") == IN_FLIGHT
+    rank.pool.remove_request("1")
+    rank.wait_read("B")
+    assert rank.pool.store.host_names() == ["B"]
+
+
+def test_l24_an_adapter_over_the_bytes_is_refused_at_its_load_and_fails_its_rows_where_it_is_only_named(instances):
+    instance = instances(tp_size=2, adapters="A", max_cpu_lora_bytes=10)
+    for rank in instance.ranks:
+        refused = rank.pool.load_adapter_async("X", path_of("X")).exception(PATIENCE_S)
+        assert isinstance(refused, AdapterError) and refused.code == "adapter_exceeds_host_tier" and "is 10." in refused.message
+        assert not rank.pool.serves("X")
+    instance.ingest("1", "A")
+    contexts = instance.admit("1")
+    assert all(ctx.failed["1"].error.code == "adapter_exceeds_host_tier" for ctx in contexts)
+    instance.assert_alike()
+
+
+def test_l24_what_the_bytes_let_each_rank_keep_may_differ_and_no_slot_decision_reads_it(instances):
+    """Uneven shards: what three adapters take on the last rank is not enough for three on the first. The same slots, the same answers."""
+
+    def play(**spec):
+        instance = instances(tp_size=4, max_loras=2, **spec)
+        for number, name in enumerate("ABCABCAABBC"):
+            instance.ingest(str(number), name)
+            instance.admit(str(number))
+            for rank in instance.ranks:
+                rank.assert_runs(str(number), path_of(name))
+            instance.assert_alike()
+            instance.remove(str(number))
+        return instance
+
+    roomy = play()
+    first, last = roomy.ranks[0].pool.store, roomy.ranks[3].pool.store
+    assert first.host_names() == last.host_names() and first.host_bytes() > last.host_bytes()
+    tight = play(max_cpu_lora_bytes=last.host_bytes())
+    assert len(tight.ranks[0].pool.store.host_names()) < len(tight.ranks[3].pool.store.host_names()) == 3
+    assert roomy.pool.lines() == tight.pool.lines()
 
 
 def test_l25_a_load_is_read_checked_and_only_then_servable_and_the_read_is_not_kept(instances):
