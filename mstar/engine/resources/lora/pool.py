@@ -39,7 +39,7 @@ from mstar.engine.resources.base import (
     StepContext,
     WaitReason,
 )
-from mstar.engine.resources.lora.addressing import HostAddressing, LoraAddressing, Segment, group_by_slot, rows_of_grouping
+from mstar.engine.resources.lora.addressing import LoraAddressing
 from mstar.engine.resources.lora.backends.base import GroupedRows, LayerWeights, LoraBackend
 from mstar.engine.resources.lora.backends.select import default_backend
 from mstar.engine.resources.lora.delta import LoraEmbeddingDelta, LoraLayerDelta
@@ -47,6 +47,7 @@ from mstar.engine.resources.lora.host_copy import HostCopy, HostReader
 from mstar.engine.resources.lora.reader import Reader
 from mstar.engine.resources.lora.slots import FAILED, IN_FLIGHT, READY, ZERO_SLOT, AdmitPlan, Install, Reservations, SlotTable
 from mstar.engine.resources.lora.spec import LOGITS_ROWS, LoraSpec
+from mstar.engine.resources.lora.step_plan import StepPlan, StepRows
 from mstar.engine.resources.lora.store import LoraAdapterStore
 from mstar.engine.resources.lora.weights import SlotWeights
 from mstar.errors import AdapterError, CapacityError, WorkerError
@@ -144,13 +145,7 @@ class LoraAdapterPool(Resource):
         self._hints: dict[str, set[int]] = {}
         self._hints_until: dict[str, float] = {}
         self._taken: tuple[str, ...] = ()
-        self._plan_key: Any = None
-        self._addressings: dict[int, LoraAddressing] = {}
-        self._kernel_plans: dict[int, Any] = {}
-        self._grouped: dict[int, GroupedRows] = {}
-        self._active = False
-        self._buffers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._thread = threading.local()
+        self._step_plan = StepPlan(spec, self._weights, self.backend, self.device)
         for name, path in spec.adapters.items():
             self.register_adapter(name, path)
 
@@ -169,7 +164,7 @@ class LoraAdapterPool(Resource):
     @property
     def active(self) -> bool:
         """Whether the current step has a row on an adapter, as this thread sees it."""
-        return self._active and not getattr(self._thread, "base_only", 0)
+        return self._step_plan.is_active
 
     @property
     def size_bytes(self) -> int:
@@ -368,39 +363,11 @@ class LoraAdapterPool(Resource):
     def plan(self, step: LoraStep, ctx: StepContext) -> LoraAddressing | None:
         """Group the step's tokens by slot; None for a step with no adapter row, which then does no LoRA work at all."""
         key = (step, tuple(ctx.failed), self._table.digest())
-        if key == self._plan_key:
-            self._active = bool(self._kernel_plans)
-            return self._addressings.get(1)
-        self._plan_key = key
-        self._addressings, self._kernel_plans, self._grouped = {}, {}, {}
-        row_slots: list[int] = []
-        row_tokens: list[int] = []
-        row_logits: list[int] = []
-        for index, (rid, count) in enumerate(zip(step.rids, step.num_tokens, strict=True)):
-            if count and rid not in ctx.failed:
-                row_slots.append(self._table.slot_of_request(rid) or ZERO_SLOT)
-                row_tokens.append(count)
-                row_logits.append(step.num_logits[index] if step.num_logits else 0)
-        self._active = any(row_slots)
-        if not self._active:
-            return None
-        for grouping in {1} | {target.row_grouping for target in self.spec.targets}:
-            if grouping == LOGITS_ROWS:
-                assert step.num_logits, "a pool that adapts the head must be told which rows give logits"
-            counts = row_logits if grouping == LOGITS_ROWS else rows_of_grouping(row_tokens, grouping)
-            host = group_by_slot(row_slots, counts, self.spec.max_loras + 1)
-            addressing = self._to_device(grouping, host)
-            self._addressings[grouping] = addressing
-            segments = host.segments()
-            ranks = tuple(self._weights.slot_rank(segment.slot) for segment in segments)
-            if segments:  # no row of an adapter gives logits in a step of chunks
-                self._kernel_plans[grouping] = self.backend.plan(addressing, segments, ranks)
-                self._grouped[grouping] = GroupedRows(addressing, segments, ranks, self._adjusted(addressing, segments))
-        return self._addressings[1]
+        return self._step_plan.make(key, lambda: self._step_rows(step, ctx))
 
     def commit(self, step: LoraStep, ctx: StepContext) -> None:
         """The step was consumed: forwards until the next plan are base-only."""
-        self._active = False
+        self._step_plan.end()
 
     # what layers read
 
@@ -409,15 +376,15 @@ class LoraAdapterPool(Resource):
 
         Raises KeyError in a step with no adapter row, and for a grouping that no target has.
         """
-        return self._addressings[grouping]
+        return self._step_plan.addressings[grouping]
 
     def kernel_plan(self, grouping: int) -> Any:
         """What the backend planned for this step, or None where nothing is added (no adapter row, or `base_only`)."""
-        return self._kernel_plans.get(grouping) if self.active else None
+        return self._step_plan.kernel_plans.get(grouping) if self.active else None
 
     def grouped_rows(self, grouping: int) -> GroupedRows:
         """The addressing of rows of `grouping` with what the host knows of it; KeyError where `kernel_plan` is None."""
-        return self._grouped[grouping]
+        return self._step_plan.grouped[grouping]
 
     def layer_delta(self, target: str, layer_idx: int) -> LoraLayerDelta:
         """What a layer calls to add `target`'s delta at stack layer `layer_idx` (0 for head and embedding)."""
@@ -438,11 +405,8 @@ class LoraAdapterPool(Resource):
 
         A compile traced here takes the base-only branch, so the first step with an adapter row compiles its own.
         """
-        self._thread.base_only = getattr(self._thread, "base_only", 0) + 1
-        try:
+        with self._step_plan.left_out():
             yield
-        finally:
-            self._thread.base_only -= 1
 
     # about
 
@@ -523,6 +487,18 @@ class LoraAdapterPool(Resource):
                     rows.append((rid, adapter))
         return rows
 
+    def _step_rows(self, step: LoraStep, ctx: StepContext) -> StepRows:
+        """The step's rows that compute something, with the slot of each."""
+        if any(target.row_grouping == LOGITS_ROWS for target in self.spec.targets):
+            assert step.num_logits, "a pool that adapts the head must be told which rows give logits"
+        rows = StepRows([], [], [])
+        for index, (rid, count) in enumerate(zip(step.rids, step.num_tokens, strict=True)):
+            if count and rid not in ctx.failed:
+                rows.slots.append(self._table.slot_of_request(rid) or ZERO_SLOT)
+                rows.num_tokens.append(count)
+                rows.num_logits.append(step.num_logits[index] if step.num_logits else 0)
+        return rows
+
     def _agree_on(self, plan: AdmitPlan) -> None:
         self.num_agreements += 1
         waits = plan.agreed(self._agree(plan.statuses(self._store.state)))
@@ -553,15 +529,6 @@ class LoraAdapterPool(Resource):
             raise WorkerError("a pool of several ranks needs `add_up` to install an adapter with DoRA")
         return self._add_up(squares)
 
-    def _adjusted(self, addressing: LoraAddressing, segments: Sequence[Segment]) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """The rows of slots that change the base's output, and each one's slot."""
-        found = [segment for segment in segments if self._weights.adjusts(segment.slot)]
-        if not found:
-            return None
-        rows = torch.cat([addressing.token_order[segment.start : segment.start + segment.length] for segment in found])
-        slots = torch.tensor([segment.slot for segment in found for _ in range(segment.length)], device=self.device)
-        return rows, slots
-
     def _settle(self, rows: Sequence[tuple[str, str]], failed: set[str], ctx: StepContext) -> None:
         taken = []
         for rid, adapter in rows:
@@ -574,18 +541,3 @@ class LoraAdapterPool(Resource):
             else:
                 raise CapacityError(f"no slot was found for {rid}")
         self._taken = tuple(taken)
-
-    def _to_device(self, grouping: int, host: HostAddressing) -> LoraAddressing:
-        count = len(host.token_order)
-        buffers = self._buffers.get(grouping)
-        if buffers is None or buffers[0].shape[0] < count:
-            size = max(256, 1 << (count - 1).bit_length())
-            buffers = (
-                torch.empty(size, dtype=torch.int64, device=self.device),
-                torch.empty(self.spec.max_loras + 2, dtype=torch.int64, device=self.device),
-            )
-            self._buffers[grouping] = buffers
-        order = buffers[0][:count]
-        order.copy_(torch.tensor(host.token_order, dtype=torch.int64))
-        buffers[1].copy_(torch.tensor(host.slot_indptr, dtype=torch.int64))
-        return LoraAddressing(order, buffers[1])
