@@ -58,6 +58,9 @@ class ServeConfig(BaseModel):
     kv_cache_memory_bytes: int = Field(1 << 30, ge=1, description="Bytes of KV pages over all ranks where no number is given.")
     enable_prefix_caching: bool = Field(default=True, description="Share KV pages between requests of one adapter with one prefix.")
     max_waiting_requests: int = Field(1024, ge=1, description="Requests waiting beyond this are answered 429.")
+    deterministic: bool = Field(
+        default=False, description="A request's tokens do not depend on its batch; refuses a start where they would."
+    )
     max_passes: int = Field(16, ge=0, description="How many later requests may overtake one that waits for a slot or pages.")
 
     # LoRA

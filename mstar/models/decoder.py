@@ -21,10 +21,11 @@ from torch import Tensor
 
 from mstar.distributed.comm import CommGroup
 from mstar.distributed.linear import ColumnParallelLinear, Delta, Product, RowParallelLinear
+from mstar.distributed.linear_cpu import CpuLinear
 from mstar.distributed.shards import even_cuts, plan_heads
 from mstar.engine.resources.attention.base import AttentionBackend
 from mstar.models.arch import ModelArch
-from mstar.models.layers_cpu import CpuLayers, LayerParts, layer_ops
+from mstar.models.layers_cpu import CpuLayers, CpuOps, LayerParts, layer_ops
 from mstar.models.ops import LayerOps
 from mstar.models.rope import Rope
 
@@ -81,6 +82,12 @@ class Decoder:
         self._ops = layer_ops(weights.final_norm)
         self._layers = tuple(_Layer(arch, index, layer, comm, attention, deltas, self._ops) for index, layer in enumerate(weights.layers))
         self._at_once = CpuLayers.create([layer.parts for layer in self._layers], arch.rms_norm_eps, attention, comm)
+
+    @property
+    def has_fixed_order(self) -> bool:
+        """Whether every sum of a token is taken in an order that its own shapes fix: all operations are our CPU kernels."""
+        products = [self.weights.lm_head, *(product for layer in self._layers for product in layer.parts.products)]
+        return isinstance(self._ops, CpuOps) and all(isinstance(product, CpuLinear) for product in products)
 
     @torch.inference_mode()
     def forward(self, tokens: Tensor, positions: Tensor, logits_rows: Tensor) -> Tensor:

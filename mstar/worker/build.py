@@ -29,6 +29,7 @@ from mstar.launch import RankLaunch
 from mstar.models.arch import ModelArch, load_arch
 from mstar.models.loader import load_decoder, weights_bytes
 from mstar.models.lora_targets import lora_spec
+from mstar.worker.fixed_order import require_fixed_order
 from mstar.worker.meeting import Meeting
 from mstar.worker.model import TorchModel
 
@@ -101,6 +102,8 @@ def build_rank(launch: RankLaunch, tp_rank: int, on_copy: Callable[[str], None])
     attention = default_attention(cache, heads.kv_of_query(tp_rank), arch.head_dim**-0.5, arch.windows)
     deltas = None if pool is None else partial(_delta, pool)
     decoder = load_decoder(config.model, arch, comm, dtype, device, max_model_len, attention, deltas)
+    if config.deterministic:
+        require_fixed_order(config, decoder, attention, pool, comm)
     kv = KvResource(KvSpec(num_pages, config.block_size, config.enable_prefix_caching), decides=tp_rank == 0)
     resources: list[Resource] = [kv] if pool is None else [pool, kv]
     fence = partial(torch.cuda.synchronize, device) if device.type == "cuda" else None
