@@ -10,7 +10,7 @@ FRAMES ?= 1000000
 JOBS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help install model demo serve test test-all check docs fmt sim mutants test-cluster test-compose fuzz fuzz-wire chaos soak bench bench-quick clean
+.PHONY: help install model demo serve test test-all check docs fmt sim mutants test-cluster test-compose check-launch fuzz fuzz-wire chaos soak bench bench-quick clean
 
 help: ## What there is
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -62,6 +62,9 @@ test-cluster: model ## Three hosts as network namespaces, ranks by torchrun (roo
 
 test-compose: model ## docker/compose.yaml brought up, killed, cut off (root, docker.io, docker-compose, debootstrap)
 	@$(BIN)/python -m tests.cluster.compose
+
+check-launch: $(INSTALLED) ## launch/ and docker/ against Kubernetes' schemas, docker-compose and sbatch
+	@$(BIN)/python -m tests.cluster.check_launch
 
 fuzz: $(INSTALLED) ## 20,000 random edits of adapter folders
 	@MSTAR_FUZZ_EXAMPLES=20000 $(BIN)/python -m pytest -q tests/unit/adapters/test_adapters_fuzz.py
