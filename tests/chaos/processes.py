@@ -33,8 +33,8 @@ def processes(supervisor: int) -> dict[str, int]:
                 found["front"] = pid
             elif b"mstar.worker" in command:
                 environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-                (rank,) = [item.removeprefix(b"RANK=") for item in environment if item.startswith(b"RANK=")]
-                found[f"rank {rank.decode()}"] = pid
+                for rank in [item.removeprefix(b"RANK=") for item in environment if item.startswith(b"RANK=")]:
+                    found[f"rank {rank.decode()}"] = pid  # one that is just about to end has no environment any more
     return found
 
 
