@@ -161,7 +161,7 @@ def suite(
         console = Console()
         console.print(suite_table(result))
         for key, kept in result.lora_kept.items():
-            console.print(f"throughput kept with adapters, {key}: {kept:.2f}", highlight=False)
+            console.print(f"throughput kept, {key}: {kept:.2f}", highlight=False)
         for warning in dict.fromkeys(text for cell in result.cells for run in cell.rounds for text in warnings_of(run)):
             console.print(f"! {warning}", style="yellow", markup=False, highlight=False)
         if output is not None:

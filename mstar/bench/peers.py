@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -134,8 +134,11 @@ def contenders(model: Path, adapters: Sequence[Path], vllm: Path, max_loras: int
 
 
 @contextlib.contextmanager
-def running(contender: Contender, console: Console) -> Iterator[tuple[str, float]]:
-    """The contender's URL and its seconds from start to ready. Raises ConfigError with the end of its log where it does not start."""
+def running(contender: Contender, console: Console) -> Iterator[tuple[str, float, Callable[[], float]]]:
+    """The contender's URL, its seconds from start to ready, and what asks for its memory in MB.
+
+    Raises ConfigError with the end of its log where it does not start.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -158,7 +161,7 @@ def running(contender: Contender, console: Console) -> Iterator[tuple[str, float
                     tail = log_path.read_text(errors="replace").splitlines()[-8:]
                     raise ConfigError(f"{contender.label} did not start: " + " | ".join(tail))
                 time.sleep(0.1)
-        yield url, time.monotonic() - began
+        yield url, time.monotonic() - began, lambda: _memory_mb(process.pid)
     finally:
         process.send_signal(signal.SIGINT)
         try:
@@ -167,6 +170,17 @@ def running(contender: Contender, console: Console) -> Iterator[tuple[str, float
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         log_path.unlink(missing_ok=True)
+
+
+def _memory_mb(session: int) -> float:
+    """Resident memory of a session's processes, shared pages divided among those that share them (Linux)."""
+    total_kb = 0
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError, IndexError):
+            if int((folder / "stat").read_text().rpartition(")")[2].split()[3]) == session:
+                lines = (folder / "smaps_rollup").read_text().splitlines()
+                total_kb += next(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
+    return total_kb / 1e3
 
 
 def _answers(url: str) -> bool:

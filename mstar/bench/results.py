@@ -105,7 +105,7 @@ class CellResult(msgspec.Struct, frozen=True):
 
 
 class SuiteResult(msgspec.Struct, frozen=True, tag="mstar-bench-suite", tag_field="kind"):
-    """The file of `mstar bench suite`. `lora_kept`: adapter throughput over base throughput, by concurrency ("c8")."""
+    """The file of `mstar bench suite`. `lora_kept`: adapter throughput over base throughput, by cell ("8 adapters c8")."""
 
     label: str
     command: str

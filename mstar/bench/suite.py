@@ -1,6 +1,6 @@
 """`mstar bench suite`: the standard table against one running server.
 
-    base c1 · base c8 · base c16 · 8 adapters c8 · 8 adapters c16        (round robin over the adapters)
+    base c1 · base c8 · base c16 · 1 adapter c8 · 8 adapters c8 · 8 adapters c16        (round robin over the adapters)
 
 Rounds alternate: every cell once per round, and every other round backwards, so that a machine that warms up or slows down does so for all
 cells alike. Numbers are medians over the rounds. Each round of each cell has a seed of its own, else the second round would
@@ -39,9 +39,9 @@ def standard_cells(num_adapters_served: int) -> tuple[Cell, ...]:
     """The table for a server with that many adapters: fewer than eight are taken as they are; none leaves the base alone."""
     base = tuple(Cell(f"base c{concurrency}", 0, concurrency) for concurrency in (1, 8, 16))
     num = min(num_adapters_served, _NUM_ADAPTERS)
-    noun = "adapter" if num == 1 else "adapters"
-    mixed = tuple(Cell(f"{num} {noun} c{concurrency}", num, concurrency) for concurrency in (8, 16))
-    return base + (mixed if num else ())
+    one = Cell("1 adapter c8", 1, 8)
+    mixed = tuple(Cell(f"{num} adapters c{concurrency}", num, concurrency) for concurrency in (8, 16))
+    return base + ((one,) if num else ()) + (mixed if num > 1 else ())
 
 
 def alternate(cells: Sequence[Cell], repeat: int) -> list[tuple[int, Cell]]:
@@ -69,10 +69,10 @@ def cell_workload(cell: Cell, cell_index: int, round_index: int, choice: Choice,
 
 
 def lora_kept(cells: Sequence[CellResult]) -> dict[str, float]:
-    """Median adapter throughput over median base throughput, by concurrency, where both were measured."""
+    """Median adapter throughput over median base throughput at the same concurrency, by cell, where both were measured."""
     base = {cell.concurrency: cell.median["output_tokens_per_s"] for cell in cells if not cell.num_adapters}
     return {
-        f"c{cell.concurrency}": cell.median["output_tokens_per_s"] / base[cell.concurrency]
+        cell.name: cell.median["output_tokens_per_s"] / base[cell.concurrency]
         for cell in cells
         if cell.num_adapters and base.get(cell.concurrency)
     }

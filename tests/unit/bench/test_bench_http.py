@@ -114,9 +114,9 @@ def test_bench_suite_and_report_make_the_standard_table(fake_server, tmp_path):
     done = bench("suite", "--base-url", fake_server.base_url, *load, "--output", output)
     assert done.exit_code == 0, done.output
     cells = json.loads(output.read_text())["cells"]
-    assert [cell["name"] for cell in cells] == ["base c1", "base c8", "base c16", "3 adapters c8", "3 adapters c16"]
+    assert [cell["name"] for cell in cells] == ["base c1", "base c8", "base c16", "1 adapter c8", "3 adapters c8", "3 adapters c16"]
     assert all(len(cell["rounds"]) == 2 and cell["median"]["output_tokens_per_s"] > 0 for cell in cells)
-    assert "throughput kept with adapters, c16" in done.output
+    assert "throughput kept, 3 adapters c16" in done.output
     report = bench("report", output, output)
     assert report.exit_code == 0, report.output
     assert "base c16" in report.output and "1.00" in report.output and "!" not in report.output

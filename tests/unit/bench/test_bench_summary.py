@@ -119,8 +119,15 @@ def test_bench_report_names_what_the_loads_do_not_have_alike():
 
 
 def test_bench_suite_is_the_standard_table_over_at_most_eight_adapters():
-    assert [cell.name for cell in standard_cells(64)] == ["base c1", "base c8", "base c16", "8 adapters c8", "8 adapters c16"]
-    assert [cell.name for cell in standard_cells(1)][3:] == ["1 adapter c8", "1 adapter c16"]
+    assert [cell.name for cell in standard_cells(64)] == [
+        "base c1",
+        "base c8",
+        "base c16",
+        "1 adapter c8",
+        "8 adapters c8",
+        "8 adapters c16",
+    ]
+    assert [cell.name for cell in standard_cells(1)][3:] == ["1 adapter c8"]
     assert [cell.num_adapters for cell in standard_cells(0)] == [0, 0, 0]
 
 
@@ -150,9 +157,9 @@ def suite_result(kept: float) -> SuiteResult:
 
 
 def test_bench_suite_says_what_adapters_keep_of_base_throughput():
-    assert suite_result(0.8).lora_kept == {"c8": pytest.approx(0.8)}
+    assert suite_result(0.8).lora_kept == {"8 adapters c8": pytest.approx(0.8)}
     rows = compare(suite_result(0.8), suite_result(0.2))
-    assert {row.cell: row.ratio for row in rows if row.metric.key == "lora_kept"} == {"kept c8": pytest.approx(4.0)}
+    assert {row.cell: row.ratio for row in rows if row.metric.key == "lora_kept"} == {"kept 8 adapters c8": pytest.approx(4.0)}
 
 
 def test_bench_results_of_different_kinds_have_nothing_to_compare():
