@@ -300,6 +300,39 @@ def kernel(
 
 
 @app.command()
+def stall(
+    model: Annotated[Path, typer.Argument(metavar="DIR", help="Model folder.")],
+    *,
+    num_adapters: Annotated[int, typer.Option(min=1, help="Random adapters, each asked once a round.")] = 64,
+    slots: Annotated[int, typer.Option(min=1, help="Slots of the cold server, and places of its host tier.")] = 4,
+    rounds: Annotated[int, typer.Option(min=1, help="Pairs of turns, cold and resident.")] = 5,
+    output: Output = None,
+) -> None:
+    """Gaps between tokens of running streams while cold adapters stream through few slots, against the same load all resident."""
+    with _readable_errors():
+        import json
+        from dataclasses import asdict
+
+        from rich.console import Console
+        from rich.table import Table
+
+        from mstar.bench.stall import measure_stalls
+
+        console = Console()
+        cold, resident = measure_stalls(model, num_adapters, slots, rounds, Console(stderr=True))
+        table = Table("", "gaps", "p50, ms", "p99, ms", "longest, ms", "reads", "churn, s", "longest admit, ms", "blocked on reads, ms")
+        for side in (cold, resident):
+            gaps = (f"{1000 * side.gap(percent):.1f}" for percent in (50, 99, 100))
+            own = (f"{1000 * side.longest_admit_s:.1f}", f"{1000 * side.blocked_on_reads_s:.1f}")
+            table.add_row(side.label, str(len(side.gaps_s)), *gaps, str(side.num_reads), f"{side.churn_s:.1f}", *own)
+        console.print(table)
+        console.print(f"p99 of the gaps, cold / resident: {cold.gap(99) / resident.gap(99):.3f}", highlight=False)
+        if output is not None:
+            output.write_text(json.dumps([asdict(side) for side in (cold, resident)]), encoding="utf-8")
+            console.print(f"saved {output}", markup=False, highlight=False)
+
+
+@app.command()
 def compare(
     model: Annotated[Path, typer.Argument(metavar="DIR", help="Model folder, the same for all.")],
     *,

@@ -111,14 +111,20 @@ def make_adapters(model: Path, count: int) -> list[Path]:
     return folders
 
 
+def our_command(model: Path, adapters: Sequence[Path], max_loras: int, host_tier: int) -> tuple[str, ...]:
+    """`mstar serve` with these adapters, in bfloat16."""
+    modules = [f"a{index}={folder}" for index, folder in enumerate(adapters)]
+    return (
+        *(sys.executable, "-m", "mstar.cli", "serve", "--model", str(model), "--served-model-name", BASE_NAME, "--dtype", "bfloat16"),
+        *("--max-model-len", "2048", "--max-num-seqs", "64", "--max-loras", str(max_loras), "--max-lora-rank", "16"),
+        *("--max-cpu-loras", str(host_tier), "--lora-modules", *modules),
+    )
+
+
 def contenders(model: Path, adapters: Sequence[Path], vllm: Path, max_loras: int) -> tuple[Contender, ...]:
     """Ours with LoRA, the peer without, the peer with; all in bfloat16 with the same context and batch bounds."""
     modules = [f"a{index}={folder}" for index, folder in enumerate(adapters)]
-    ours = (
-        *(sys.executable, "-m", "mstar.cli", "serve", "--model", str(model), "--served-model-name", BASE_NAME, "--dtype", "bfloat16"),
-        *("--max-model-len", "2048", "--max-num-seqs", "64", "--max-loras", str(max_loras), "--max-lora-rank", "16"),
-        *("--max-cpu-loras", str(max(max_loras, len(adapters))), "--lora-modules", *modules),
-    )
+    ours = our_command(model, adapters, max_loras, host_tier=max(max_loras, len(adapters)))
     peer = (
         *(str(vllm), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)),
         *("--served-model-name", BASE_NAME, "--dtype", "bfloat16"),

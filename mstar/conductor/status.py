@@ -104,6 +104,7 @@ def rank_report(stats: front_rank.Stats, ready: front_rank.RankReady, registry: 
         "read_failures": stats.num_read_failures,
         "preemptions": stats.num_preemptions,
         "longest_admit_s": stats.longest_admit_s,
+        "blocked_on_reads_s": stats.blocked_on_reads_s,
         "dropped_frames": stats.dropped_frames,
         "fingerprint": stats.fingerprint,
         "weights_bytes": ready.weights_bytes,

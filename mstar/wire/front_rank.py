@@ -103,6 +103,7 @@ class Stats(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="stats"
     num_read_failures: int
     num_preemptions: int
     longest_admit_s: float
+    blocked_on_reads_s: float
     dropped_frames: int
     fingerprint: str
 

@@ -93,6 +93,7 @@ class RankShell:
             num_read_failures=failures,
             num_preemptions=0,
             longest_admit_s=stats.longest_admit_s,
+            blocked_on_reads_s=pool.blocked_s if pool is not None else 0.0,
             dropped_frames=self._io.num_dropped(),
             fingerprint=self._runner.fingerprint().hex(),
         )

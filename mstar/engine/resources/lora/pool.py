@@ -116,6 +116,7 @@ class LoraAdapterPool(Resource):
         self.num_installs = 0
         self.num_evictions = 0
         self.num_agreements = 0
+        self.blocked_s = 0.0  # of the step thread, waiting for a read inside an admit
         self._agree: Agree = agree or (lambda statuses: statuses)
         self._add_up = add_up
         self._clock = clock
@@ -503,7 +504,9 @@ class LoraAdapterPool(Resource):
         self.num_agreements += 1
         waits = plan.agreed(self._agree(plan.statuses(self._store.state)))
         if waits:
+            began = self._clock()
             self._store.wait(waits, self.spec.copy_wait_s)
+            self.blocked_s += self._clock() - began
             self.num_agreements += 1
             plan.agreed(self._agree(plan.statuses(self._settled_state)))
 
