@@ -1,4 +1,4 @@
-"""Whether a chat template is one that jinja2 can compile: a refusal at the load and not at the first chat.
+"""Whether a chat template is one that jinja2 can parse and translate: a refusal at the load and not at the first chat.
 
 It is parsed and translated with the tags that transformers gives a template when it renders one, and goes no further: nothing of it runs,
 no constant expression is computed (`{{ 9**9**9 }}` would never end), and the interpreter compiles nothing (which holds up every thread).
@@ -29,6 +29,8 @@ def template_problem(text: str) -> str | None:
         return f"line {error.lineno}: {error.message}"
     except RecursionError:
         return "it nests too deeply"
+    except ValueError as error:  # a number of more digits than the interpreter reads
+        return " ".join(str(error).split())
     return None if stray is None else f"line {stray}: `break` or `continue` stands in no loop"
 
 

@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 
 _CODES = {400: "invalid_request", 404: "not_found", 405: "method_not_allowed", 415: "unsupported_media_type"}
 _SHOWN_CHARS = 80  # of a wrong value in a message
+_NOT_AGAIN = ("request_crashed_worker", "deadline_exceeded")  # the same request would do the same again
 _RETRY_AFTER_S = {429: "1", 503: "1"}
 
 
@@ -33,6 +34,8 @@ def error_body(error: RequestError) -> dict[str, Any]:
 def error_response(error: RequestError, headers: Mapping[str, str] | None = None) -> Response:
     """The whole HTTP response of a refused request. Lone surrogates in names that clients sent come out escaped."""
     out = dict(headers or {})
+    if error.code in _NOT_AGAIN:
+        out["x-should-retry"] = "false"  # OpenAI's clients try every 5xx again, and heed this
     if error.status in _RETRY_AFTER_S:
         out.setdefault("Retry-After", _RETRY_AFTER_S[error.status])
     content = json.dumps(error_body(error)).encode("ascii")

@@ -41,10 +41,11 @@ def _connections(slow_client_timeout_s: float) -> type[HttpToolsProtocol]:
 
     class Connection(HttpToolsProtocol):
         _cut: asyncio.TimerHandle | None = None
+        _left = 0  # bytes that wait for the client, at the last look
 
         def pause_writing(self) -> None:
             super().pause_writing()
-            self._cut = self.loop.call_later(slow_client_timeout_s, self._end)
+            self._look_later()
 
         def resume_writing(self) -> None:
             super().resume_writing()
@@ -59,7 +60,15 @@ def _connections(slow_client_timeout_s: float) -> type[HttpToolsProtocol]:
                 self._cut.cancel()
                 self._cut = None
 
-        def _end(self) -> None:
+        def _look_later(self) -> None:
+            self._left = self.transport.get_write_buffer_size()
+            self._cut = self.loop.call_later(slow_client_timeout_s, self._look)
+
+        def _look(self) -> None:
+            """Nothing is added while writing is paused, so a buffer that has not shrunk is one of which nothing was taken."""
+            if self.transport.get_write_buffer_size() < self._left:
+                self._look_later()
+                return
             log.warning("client %s has taken nothing for %g s: cutting it", self.client, slow_client_timeout_s)
             self.transport.abort()
 

@@ -151,16 +151,19 @@ class Conductor:
         return stream
 
     def _cancel(self, rid: str) -> None:
-        request = self._requests.get(rid)
-        if request is not None:
+        if rid in self._requests:
             self._links.send(0, front_rank.Abort(rid))
+        request = self._requests.get(rid)  # a rank that cannot be reached counts as a crash, which may have ended this very one
+        if request is not None:
             self._end(request, "cancelled")
 
     def _expire(self, rid: str, after_s: float) -> None:
         """Its time is over, wherever it stands: the leader alone hears of it and turns it into a Remove."""
         self._links.send(0, front_rank.Abort(rid))
-        error = RequestError(f"the request did not end within {after_s:g} s", code="deadline_exceeded", status=504)
-        self._end(self._requests[rid], "deadline", error)
+        request = self._requests.get(rid)
+        if request is not None:
+            error = RequestError(f"the request did not end within {after_s:g} s", code="deadline_exceeded", status=504)
+            self._end(request, "deadline", error)
 
     def _end(self, request: LiveRequest, reason: str, error: RequestError | None = None) -> None:
         """The one exit of every accepted request."""
@@ -176,8 +179,8 @@ class Conductor:
 
     def _open(self, request: LiveRequest) -> None:
         """Ingest a request on every rank, unless it waits to be tested alone."""
-        if self._suspects.may_run(request.rid):
-            request.is_open = True
+        if self._suspects.let_in(request.rid, is_new=not request.was_open):
+            request.is_open = request.was_open = True
             self._links.send_all(request.ingest())
             if self._links.is_up:
                 self._suspects.opened(request.rid)
@@ -337,7 +340,8 @@ class Conductor:
         for request in self._requests.values():
             request.is_open = request.is_proven = False
         self._lifecycle.went_down(reason)
-        culprit = self._suspects.crashed(self._requests.keys(), proven)
+        waiting = self._gate.waiting()
+        culprit = self._suspects.crashed([rid for rid in self._requests if rid not in waiting], proven)
         if culprit is not None:
             log.error("request %s crashed the ranks again and ends; the others go on", culprit)
             error = RequestError("this request crashed a worker more than once", code="request_crashed_worker", status=500)

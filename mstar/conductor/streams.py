@@ -61,6 +61,7 @@ class LiveRequest:
     output: list[int] = field(default_factory=list)
     last_token_at: float | None = None
     is_open: bool = False  # ranks of the present instance were told of it
+    was_open: bool = False  # ranks were told of it, of whatever instance
     is_proven: bool = False  # it had a token of the present instance
     deadline: asyncio.TimerHandle | None = None
 

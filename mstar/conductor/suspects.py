@@ -37,7 +37,7 @@ class Suspects:
         self._last_step, self._opened_since = frozenset(rids), frozenset()
 
     def crashed(self, live: Collection[str], proven: Collection[str] = ()) -> str | None:
-        """The instance crashed; `live` requests are to be resumed, of which `proven` had a token since the last crash.
+        """The instance crashed; `live` requests are to be resumed (those that may be told to ranks), of which `proven` had a token since.
 
         Returns the culprit, if this crash shows one.
         """
@@ -56,8 +56,13 @@ class Suspects:
         self._suspected |= inside
         return None
 
-    def may_run(self, rid: str) -> bool:
-        """Whether `rid` may be ingested now: a suspect under test may, those that wait for their test may not."""
+    def let_in(self, rid: str, *, is_new: bool) -> bool:
+        """Whether `rid` may be ingested now: the suspect under test may, those that wait for their test may not.
+
+        While there are any, one that no rank was ever told of waits behind them: beside the one under test it would share the blame.
+        """
+        if is_new and self._queue and rid not in self._queue:
+            self._queue.append(rid)
         return rid not in self._queue[1:]
 
     def cleared(self, rid: str) -> str | None:

@@ -11,6 +11,7 @@ A failed or timed-out collective raises WorkerError: the ranks no longer stand a
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -22,6 +23,8 @@ from torch.distributed.distributed_c10d import Store
 from mstar.distributed.host_memory import DTYPES, HostMemory
 from mstar.distributed.shards import Range
 from mstar.errors import WorkerError
+
+log = logging.getLogger(__name__)
 
 
 class CommGroup:
@@ -51,8 +54,8 @@ class CommGroup:
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum `x` (any shape, contiguous) over the ranks in place and return it; the same bits on every rank.
 
-        The sum is taken in `x`'s own dtype. The partial products are already rounded to it, at two ranks one addition rounds
-        the same either way, and float32 on the wire would double the bytes of the step's most frequent message.
+        Process groups sum in `x`'s own dtype: float32 on the wire would double the bytes of the step's most frequent message. Shared
+        memory sums in float32, in rank order, and rounds once. At two ranks both give the same bits, at more they may differ.
         """
         if self.tp_size == 1:
             return x
@@ -116,6 +119,8 @@ class CommGroup:
     def join_host_memory(self, timeout_s: float) -> None:
         """Exchange activations through shared memory from now on, where all ranks of the group can: a collective, called by all."""
         self.host_memory = HostMemory.join(self.tp_rank, self.tp_size, timeout_s, self.agree_max, self.all_reduce_min)
+        if self.host_memory is None and self.tp_rank == 0:
+            log.info("ranks do not all share memory (several hosts, a small /dev/shm, no compiler): activations go over gloo")
 
     def lost(self, missing: int) -> WorkerError:
         """What to raise where TP rank `missing` did not come to a sum in time, or is gone."""

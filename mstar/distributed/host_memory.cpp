@@ -46,8 +46,9 @@ void pause_cpu() {
 #endif
 }
 
-// Gone, or dead and not yet waited for.
+// Gone, or dead and not yet waited for. One that has not joined yet is neither.
 bool is_gone(int32_t process) {
+  if (process == 0) return false;
   char path[32], text[512];
   std::snprintf(path, sizeof path, "/proc/%d/stat", process);
   FILE* file = std::fopen(path, "r");

@@ -12,8 +12,9 @@ Step thread of the leader. A rank that dies leaves at most its last frame torn; 
 
 from __future__ import annotations
 
+import logging
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -23,6 +24,8 @@ from mstar.types import Remove, SamplingParams, Step
 
 VERSION = 2
 _MAX_FRAME_BYTES = 64 << 20
+
+log = logging.getLogger(__name__)
 
 
 class NodeHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -101,7 +104,9 @@ class Recorder:
 
     def __init__(self, path: Path | str, header: Header) -> None:
         """Open `path` for appending, cutting off a torn last frame. Raises ConfigError where it is no recording."""
+        self._path = path
         self._waits: dict[str, str] = {}
+        self._is_broken = False
         try:
             whole = _whole_bytes(Path(path)) if Path(path).exists() else 0
             self._file = Path(path).open("ab")  # noqa: SIM115 - closed in `close`
@@ -113,7 +118,7 @@ class Recorder:
     def note(self, record: Record) -> None:
         """Append a record; it reaches the file at the end of the step at the latest."""
         body = _encoder.encode(record)
-        self._file.write(len(body).to_bytes(4, "big") + zlib.crc32(body).to_bytes(4, "big") + body)
+        self._do(lambda: self._file.write(len(body).to_bytes(4, "big") + zlib.crc32(body).to_bytes(4, "big") + body))
 
     def agreed(self, node: str, result: Sequence[int]) -> None:
         """One agreement of the step under way gave `result`, without the padding."""
@@ -125,11 +130,21 @@ class Recorder:
         changed.update((rid, None) for rid in self._waits if rid not in waits)
         self._waits = dict(waits)
         self.note(Ran(seq, fingerprint, dict(sampled), dict(failed), changed))
-        self._file.flush()
+        self._do(self._file.flush)
 
     def close(self) -> None:
         """Write what is left."""
-        self._file.close()
+        self._do(self._file.close)
+
+    def _do(self, act: Callable[[], object]) -> None:
+        """A disk that is full ends the recording, whose whole frames stay readable, and not the instance."""
+        if self._is_broken:
+            return
+        try:
+            act()
+        except OSError as error:
+            self._is_broken = True
+            log.error("the recording %s ends here: %s", self._path, error.strerror)
 
 
 def read_records(path: Path | str) -> Iterator[Record]:

@@ -7,7 +7,7 @@ import json
 import socket
 from contextlib import asynccontextmanager
 
-from mstar.api.server import serve_app
+from mstar.api.server import _connections, serve_app
 from mstar.conductor.types import Chunk
 from tests.unit.api.requests_and_errors import COMPLETION
 from tests.unit.api.scripted_conductor import ScriptedConductor
@@ -83,5 +83,30 @@ def test_a_client_that_pauses_for_less_than_the_bound_gets_all(make_app):
                 got += await asyncio.get_running_loop().sock_recv(client, 1 << 20)
             assert conductor.streams[0].ends == ["length"] and got.count(b"data: {") == 5001
             client.close()
+
+    asyncio.run(run())
+
+
+def test_a_client_that_takes_a_little_within_each_bound_is_not_cut_however_long_it_takes():
+    class Transport:
+        """An answer of which 10 bytes are taken between two looks, and from a point on nothing."""
+
+        def __init__(self):
+            self.left, self.is_aborted = 1000, asyncio.Event()
+
+        def get_write_buffer_size(self):
+            self.left -= 10 if self.left > 500 else 0
+            return self.left
+
+        def abort(self):
+            self.is_aborted.set()
+
+    async def run():
+        connection = object.__new__(_connections(0.001))
+        connection.loop, connection.transport, connection.client = asyncio.get_running_loop(), Transport(), ("x", 1)
+        connection._look_later()
+        async with asyncio.timeout(BOUND_S):
+            await connection.transport.is_aborted.wait()
+        assert connection.transport.left == 500
 
     asyncio.run(run())

@@ -20,18 +20,20 @@ class Instance:
         self.poison = frozenset(poison)
         self.blamed = []
         self.num_crashes = 0
+        self.told = set()
         self.up()
 
     def up(self):
         self.proven = set()
         self.open = set()
         for rid in self.live:
-            if self.suspects.may_run(rid):
-                self.let_in(rid)
+            self.let_in(rid)
 
     def let_in(self, rid):
-        self.open.add(rid)
-        self.suspects.opened(rid)
+        if self.suspects.let_in(rid, is_new=rid not in self.told):
+            self.told.add(rid)
+            self.open.add(rid)
+            self.suspects.opened(rid)
 
     def step(self, rids=None):
         """One step of all open requests (or `rids` of them); False where it killed the instance."""
@@ -83,6 +85,17 @@ def test_a_rank_that_dies_before_it_can_say_what_it_does_blames_whom_it_was_told
     instance = Instance("p", poison="p", is_heard=lambda: False)
     assert [instance.step() for _ in range(4)] == [False, False, False, True]
     assert instance.blamed == ["p"] and instance.num_crashes == 3
+
+
+@pytest.mark.parametrize("num_older", range(6))
+@pytest.mark.parametrize("name", ["a-poison", "z-poison"])
+def test_one_that_arrives_at_every_restart_keeps_no_poison_from_being_found(name, num_older):
+    instance = Instance([*(f"m{index}" for index in range(num_older)), name], poison=[name])
+    for arrival in range(12):
+        instance.step()
+        instance.live[f"n{arrival}"] = None
+        instance.let_in(f"n{arrival}")
+    assert instance.blamed == [name] and instance.num_crashes <= 5
 
 
 def test_two_poisoned_requests_that_crash_by_turns_are_both_found():
@@ -181,7 +194,7 @@ def test_requests_that_ended_before_the_crash_are_no_suspects():
     suspects.crashed({"b"})
     suspects.began("ab")
     assert suspects.crashed({"a", "b"}) is None
-    assert suspects.may_run("a") and suspects.may_run("b")
+    assert suspects.let_in("a", is_new=False) and suspects.let_in("b", is_new=False)
 
 
 @pytest.mark.parametrize("share_heard", [0.0, 0.5, 1.0])

@@ -59,6 +59,19 @@ def test_a_step_reaches_the_file_when_it_ends_not_when_the_recorder_closes(path)
     recorder.close()
 
 
+def test_a_full_disk_ends_the_recording_with_one_line_and_nothing_else(path, caplog):
+    recorder = Recorder(path, HEADER)
+    recorder.ran(1, b"f", {}, {}, {})
+    recorder._file.close()
+    with open("/dev/full", "wb", buffering=0) as full:
+        recorder._file = full
+        for seq in range(2, 5):
+            recorder.ran(seq, b"f", {}, {}, {})
+        recorder.close()
+    assert caplog.text.count("ends here: No space left") == 1
+    assert [type(record) for record in read_records(path)] == [Header, Ran]
+
+
 @pytest.mark.parametrize("cut", [1, 5, 9])
 def test_a_torn_last_frame_is_left_out(path, cut):
     recorder = Recorder(path, HEADER)
