@@ -95,7 +95,7 @@ class ServeConfig(BaseModel):
     agreement_timeout_s: float = Field(60.0, gt=0, description="Longest wait in the load agreement.")
     stuck_rank_timeout_s: float = Field(120.0, gt=0, description="A rank that makes no progress for so long is stuck.")
     ingest_wait_s: float = Field(20.0, gt=0, description="How long a follower waits for a request that a step names.")
-    hint_wait_s: float = Field(2.0, ge=0, description="How long the leader waits for followers' copies of an adapter.")
+    hint_wait_s: float = Field(40.0, ge=0, description="Longest wait for followers' word that a read ended; above lora_read_timeout_s.")
     start_timeout_s: float = Field(300.0, gt=0, description="Longest start, until every rank is ready.")
     shutdown_timeout_s: float = Field(30.0, gt=0, description="How long running requests may finish at a stop.")
 

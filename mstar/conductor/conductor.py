@@ -31,6 +31,8 @@ from mstar.config import ServeConfig
 from mstar.errors import ModelNotFound, RequestError
 from mstar.wire import front_rank
 
+MAX_PROMPT_LOGPROBS = 500_000  # about 17 bytes each between the ranks and here, in one frame of 16 MiB
+
 log = logging.getLogger(__name__)
 
 
@@ -218,6 +220,14 @@ class Conductor:
                 f"the model's context is {self._max_model_len}",
                 code="context_length_exceeded",
                 param="max_tokens",
+            )
+        scores = generation.sampling.prompt_logprobs
+        if scores is not None and len(generation.prompt) * (scores + 1) > MAX_PROMPT_LOGPROBS:
+            raise RequestError(
+                f"{len(generation.prompt)} prompt tokens with {scores} alternatives each are more than the {MAX_PROMPT_LOGPROBS} "
+                "log-probabilities that one answer may hold; ask for fewer",
+                code="too_many_prompt_logprobs",
+                param="prompt_logprobs",
             )
         outside = next((token for token in generation.prompt if not 0 <= token < self.vocab_size), None)
         if outside is not None:

@@ -10,16 +10,19 @@ again beside the running ranks. Both give up after `max_restarts` within `RESTAR
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import time
 import uuid
 from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
@@ -33,6 +36,7 @@ RESTART_WINDOW_S = 300.0
 BACK_OFF_WINDOW_S = 30.0  # restarts that follow each other closely wait longer and longer; a rare one does not
 LONGEST_BACK_OFF_S = 5.0
 RANK_END_S = 5.0
+TABLES_WAIT_S = 3.0
 
 log = logging.getLogger(__name__)
 
@@ -122,6 +126,10 @@ class Supervisor:
     def _rank_died(self, dead: list[Child]) -> int | None:
         for rank in dead:
             log.error("%s %s", rank.name, rank.describe_exit())
+        if any(self._tables()):
+            for rank in self._ranks:  # ranks differ: the others learn of it and write their tables before they end
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    rank.process.wait(TABLES_WAIT_S)
         end(self._ranks, 0.5)  # the others sit in a collective with a dead peer
         if any(rank.exit_status() == 2 for rank in dead):
             return 2
@@ -202,9 +210,12 @@ class Supervisor:
         children = [*self._ranks, *([self._front] if self._front is not None else [])]
         end(children, 1.0)
 
+    def _tables(self) -> Iterator[Path]:
+        return self._run_dir.glob("tables-*.txt")
+
     def _print_tables(self) -> None:
         """Where ranks differed, show both tables."""
-        for path in sorted(self._run_dir.glob("tables-*.txt")):
+        for path in sorted(self._tables()):
             sys.stderr.write(f"--- {path.name}\n{path.read_text(encoding='utf-8')}")
             path.unlink()
 

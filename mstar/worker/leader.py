@@ -8,6 +8,7 @@ Step thread of TP rank 0. A row ends only here; every end becomes one Remove on 
 from __future__ import annotations
 
 import logging
+import time
 
 import msgspec
 
@@ -26,6 +27,7 @@ from mstar.worker.shell import RankShell
 log = logging.getLogger(__name__)
 
 IDLE_S = 0.2
+FAULT_S = 0.3  # how long after a lost collective a follower's last word may still come
 
 
 class Leader(RankShell):
@@ -58,6 +60,15 @@ class Leader(RankShell):
     def close(self) -> None:
         """See RankShell.close: what the recording still buffers is written."""
         self._record.close()
+
+    def lost(self) -> None:
+        """See RankShell.lost. A follower that differs says so and ends: this rank's tables are the other half of the story."""
+        until = time.monotonic() + FAULT_S
+        while (left_s := until - time.monotonic()) > 0:
+            event = self._io.get(left_s)
+            if isinstance(event, FromFollower) and isinstance(event.message, leader_follower.Fault):
+                self.dump(event.message.message)
+                return
 
     def last_seq(self) -> int:
         """The last step sent."""
@@ -118,6 +129,7 @@ class Leader(RankShell):
 
     def _hear(self, message: leader_follower.ToLeader) -> None:
         if isinstance(message, leader_follower.Fault):
+            self.dump(message.message)
             raise WorkerError(f"TP rank {message.tp_rank} failed: {message.message}")
         if self._pool is not None:
             self._pool.note_copy(message.tp_rank, message.name)

@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 
-from mstar.errors import ConfigError, MstarError
+from mstar.errors import ConfigError, MstarError, WorkerError
 from mstar.launch import RankLaunch, read_rank_launch
 from mstar.wire.front_rank import RankReady
 from mstar.worker.build import Rank, build_rank
@@ -67,6 +67,9 @@ def _run(launch: RankLaunch, tp_rank: int) -> None:
     loop = Leader(rank, io, epoch) if tp_rank == 0 else Follower(rank, io, epoch)
     try:
         loop.run()
+    except WorkerError:
+        loop.lost()
+        raise
     finally:
         loop.close()
         io.close()

@@ -101,6 +101,9 @@ class RankShell:
     def close(self) -> None:
         """The loop has ended, however it did."""
 
+    def lost(self) -> None:
+        """The loop has ended because a peer did not come to a collective, or is gone."""
+
     def tick(self) -> None:
         """Now and then: tell the front where this rank stands, end a read that ran past its bound."""
         now = time.monotonic()

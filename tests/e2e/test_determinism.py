@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -24,7 +25,7 @@ from mstar.types import Remove
 from mstar.wire import front_rank
 from tests.e2e.prompts import MODELS, greedy, seeded, some_tokens
 from tests.support.adapters import ADAPTERS, MAX_LORA_RANK, tiny_adapters
-from tests.support.client import TokenStream, fetch, first_token, new_client
+from tests.support.client import TokenStream, ask_together, fetch, first_token, new_client
 from tests.support.reference import tiny_reference
 from tests.support.server import BASE, ROOT, ServerSpec, running_server
 from tests.support.tiny_models import tiny_model
@@ -38,10 +39,11 @@ BOUND_S = 120.0
 STEPS_AHEAD = 3  # how far the front may be before the leader
 
 
-def planted(folder: Path, tp_size: int, seed: int, script: Path | None = None) -> dict[str, str]:
+def planted(folder: Path, tp_size: int, seed: int, script: Path | None = None, diverges: tuple[int, int] | None = None) -> dict[str, str]:
     """The environment of ranks with delays drawn from `seed` that write their trace into `folder`."""
     folder.mkdir()
     spec = {"seed": seed, "trace": str(folder), "unreadable": {f"/{UNREADABLE}": tp_size - 1}, "script": script and str(script)}
+    spec["diverges"] = diverges
     (folder / "spec.json").write_text(json.dumps(spec))
     return {"MSTAR_TEST_RANKS": str(folder / "spec.json"), "PYTHONPATH": f"{PLANTED}{os.pathsep}{ROOT}"}
 
@@ -185,3 +187,18 @@ def test_l06_ranks_decide_alike_under_any_delays_and_again_when_told_the_same(tp
 
     run_again(recording, tmp_path / "second", tp_size)
     assert traces(tmp_path / "second", tp_size) == first, "told the same, under other delays, ranks did something else"
+
+
+def test_l06_a_rank_that_differs_ends_the_instance_with_both_tables_shown_and_its_streams_go_on(tmp_path, monkeypatch):
+    for name, value in planted(tmp_path / "trace", 2, seed=3, diverges=(1, 12)).items():
+        monkeypatch.setenv(name, value)
+    spec = ServerSpec("divergence", FAMILY, 2, SIZES)
+    with running_server(spec.command_line(tmp_path), tmp_path, spec=spec, stop_signal=None) as server:
+        answers = ask_together(server, [greedy(model, some_tokens(9, at), 40) for at, model in enumerate(MODELS)])
+        assert server.wait_until_idle()["instance_starts"] == 2
+        server.process.terminate()
+        server.process.wait(BOUND_S)
+    tiny_reference(FAMILY).check_all(answers)
+    log = server.log_path.read_text()
+    assert sorted(re.findall(r"^--- tables-\w+-(rank\d)\.txt$", log, re.MULTILINE)) == ["rank0", "rank1"]
+    assert "after the admit of step 13 the leader's fingerprint is" in log

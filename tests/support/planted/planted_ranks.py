@@ -7,6 +7,7 @@ MSTAR_TEST_RANKS names a JSON file:
                  `tables-R.txt` the tables as text when the rank ends
     unreadable   {part of an adapter's path: rank}: that rank alone cannot read it
     script       a recording: rank 0 decides nothing and sends what stands there
+    diverges     [rank, step]: once, that rank keeps another sampled id than it sampled
 
 Late means: an event is handed to the step thread up to MESSAGE_S after it came, in the order of its own channel, whatever the other
 channels do; a read takes up to READ_S longer; a step begins up to STEP_S later.
@@ -44,6 +45,8 @@ def plant(main) -> None:
         draw = random.Random(1000 * spec["seed"] + tp_rank)
         _delay_reads(rank.pool.store, tp_rank, spec["unreadable"], random.Random(draw.random()))
         _trace_steps(rank.runner, trace / f"rank-{tp_rank}.txt", random.Random(draw.random()))
+        if spec["diverges"] is not None and spec["diverges"][0] == tp_rank and not (trace / "diverged").exists():
+            _diverge(rank.runner, spec["diverges"][1], trace / "diverged")
         return rank
 
     def io_of(tp_rank, *args):
@@ -161,6 +164,19 @@ def _trace_steps(runner, path, draw) -> None:
         return outcome
 
     runner.execute = traced
+
+
+def _diverge(runner, at, mark) -> None:
+    execute = runner.execute
+
+    def other(step, admitted=lambda fingerprint: None):
+        outcome = execute(step, admitted)
+        if step.seq == at:
+            mark.touch()
+            runner._last_ids += b",x"
+        return outcome
+
+    runner.execute = other
 
 
 def _writing_tables(loop_of, trace):

@@ -7,7 +7,12 @@ import random
 
 import pytest
 
+from mstar.conductor.conductor import MAX_PROMPT_LOGPROBS
+from mstar.conductor.types import Generation
+from mstar.errors import RequestError
+from mstar.types import SamplingParams, TokenLogprob, TokenLogprobs
 from mstar.wire import front_rank
+from mstar.wire.channel import MAX_FRAME_BYTES, Sender
 from tests.unit.conductor.pool_ranks import generation, served
 
 SMALL = {"max_loras": 1, "max_cpu_loras": 1}
@@ -83,3 +88,23 @@ def test_whatever_crashes_when_every_request_is_told_of_once_and_ends(seed, mode
             assert not conductor._requests, "a request is left that no rank will ever hear of"
 
     asyncio.run(run())
+
+
+def test_an_answer_that_would_not_fit_into_a_frame_is_refused_before_it_ends_a_rank(model, folders, monkeypatch):
+    async def run():
+        async with served(model, monkeypatch) as (conductor, _):
+            conductor._max_model_len = 1 << 20
+            prompt = (5,) * 30_000
+            conductor.generate(Generation("base", prompt, SamplingParams(max_tokens=1, seed=1, prompt_logprobs=1)))
+            with pytest.raises(RequestError) as caught:
+                conductor.generate(Generation("base", prompt, SamplingParams(max_tokens=1, seed=1, prompt_logprobs=20)))
+            assert (caught.value.code, caught.value.status) == ("too_many_prompt_logprobs", 400)
+
+    asyncio.run(run())
+
+
+def test_the_largest_answer_that_is_let_through_fits_into_a_frame():
+    row = TokenLogprobs(TokenLogprob(49_000, -12.345678, 49_000), tuple(TokenLogprob(49_000, -12.345678, 20) for _ in range(20)))
+    rows = (row,) * (MAX_PROMPT_LOGPROBS // 21)
+    frame = Sender("e").seal(front_rank.Tokens(1, (front_rank.TokenOut("r", 0, 1, prompt_logprobs=rows),)))
+    assert len(frame) < MAX_FRAME_BYTES
