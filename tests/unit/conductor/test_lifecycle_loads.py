@@ -46,17 +46,20 @@ def test_unreadable_on_one_rank_alone_fails_the_load_and_no_rank_keeps_anything(
 def test_a_file_that_changes_between_the_fronts_check_and_a_ranks_read_is_refused_by_its_digest(model, folders, monkeypatch):
     async def run():
         async with served(model, monkeypatch) as (conductor, ranks):
-            begun, go = threading.Event(), threading.Event()
-            ranks.reads[1].gate = lambda path: (begun.set(), go.wait(PATIENCE_S))
+            begun, go = threading.Semaphore(0), threading.Event()
+            for reads in ranks.reads:  # both: one that reads while the file is written may find half of it
+                reads.gate = lambda path: (begun.release(), go.wait(PATIENCE_S))
             loading = asyncio.ensure_future(conductor.load_adapter("a", str(folders["A"])))
-            assert await asyncio.to_thread(begun.wait, PATIENCE_S)
+            for _ in ranks.reads:
+                assert await asyncio.to_thread(begun.acquire, timeout=PATIENCE_S)
             shutil.copy(folders["B"] / WEIGHTS, folders["A"] / WEIGHTS)
             go.set()
             with pytest.raises(AdapterError) as caught:
                 await loading
             assert caught.value.code == "adapter_changed"
             assert ranks.kept() == [[], []]
-            ranks.reads[1].gate = lambda path: None
+            for reads in ranks.reads:
+                reads.gate = lambda path: None
             await conductor.load_adapter("a", str(folders["A"]))
 
     asyncio.run(run())

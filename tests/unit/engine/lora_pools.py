@@ -233,6 +233,11 @@ class Rank:
             ended = self.change.wait_for(lambda: self.pool.store.state(name) != IN_FLIGHT, PATIENCE_S)
         assert ended, f"the read of {name} never ended"
 
+    def wait_hint(self, name: str) -> None:
+        """Until the pool reported `name`, which it does a moment after the read ended."""
+        with self.change:
+            assert self.change.wait_for(lambda: name in self.hints, PATIENCE_S), f"no hint of {name} came"
+
     def holders(self) -> dict[str, int]:
         """Resident adapters and how many requests hold each."""
         return {name: held for _, name, held in self.pool.slots() if name is not None}

@@ -225,6 +225,7 @@ def test_l16_the_leader_waits_for_every_followers_hint(instances):
     leader = instance.leader
     for tp_rank in (2, 1):
         assert leader.reserve("a") is None and leader.pool.waits_for("a") == "read"
+        instance.ranks[tp_rank].wait_hint("A")
         assert instance.ranks[tp_rank].hints == ["A"]
         leader.pool.note_copy(tp_rank, "A")
         leader.pool.note_copy(tp_rank, "A")
@@ -246,6 +247,7 @@ def test_l16_a_follower_hints_a_failed_read_too(instances):
     instance = instances(tp_size=2)
     instance.ranks[1].reads.fail(path_of("A"))
     instance.ingest("a", "A")
+    instance.ranks[1].wait_hint("A")
     assert instance.ranks[1].hints == ["A"]
 
 
@@ -255,6 +257,7 @@ def test_l16_a_follower_that_has_the_copy_already_hints_at_once(instances):
     instance.ingest("first", "A")
     instance.remove("first")
     leader, follower = instance.ranks
+    follower.wait_hint("A")
     follower.hints.clear()
     instance.ingest("second", "A")
     assert follower.hints == ["A"]
