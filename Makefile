@@ -58,7 +58,7 @@ mutants: $(INSTALLED) ## Break the engine one line at a time; every break must t
 	@$(BIN)/python tests/mutants/run.py --jobs $(JOBS)
 
 test-cluster: model ## Three hosts as network namespaces, ranks by torchrun (root, iproute2)
-	@$(BIN)/python -m pytest -q -m cluster tests/cluster
+	@rm -f cluster.json; MSTAR_CLUSTER_OUT=cluster.json $(BIN)/python -m pytest -q -m cluster tests/cluster
 
 test-compose: model ## docker/compose.yaml brought up, killed, cut off (root, docker.io, docker-compose, debootstrap)
 	@$(BIN)/python -m tests.cluster.compose

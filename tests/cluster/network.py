@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shutil
 import signal
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
@@ -81,10 +82,12 @@ def network(num_hosts: int) -> Iterator[list[Host]]:
         _ip("link", "add", bridge, "type", "bridge")
         _ip("address", "add", f"{subnet}.254/24", "dev", bridge)
         _ip("link", "set", bridge, "up")
+        _forward(bridge, "-I")
         for host in hosts:
             _add(host)
         yield hosts
     finally:
+        _forward(bridge, "-D")
         _remove(pid)
         signal.signal(signal.SIGTERM, before)
 
@@ -102,6 +105,12 @@ def _add(host: Host) -> None:
     _ip(*inside, "address", "add", f"{host.address}/24", "dev", INTERFACE)
     _ip(*inside, "link", "set", "lo", "up")
     _ip(*inside, "link", "set", INTERFACE, "up")
+
+
+def _forward(bridge: str, action: str) -> None:
+    """A docker daemon, even one that has run before, has the kernel drop what bridges forward: let this one's through."""
+    if shutil.which("iptables") is not None:
+        subprocess.run(["iptables", action, "FORWARD", "-i", bridge, "-o", bridge, "-j", "ACCEPT"], capture_output=True)
 
 
 def _end(signum: int, frame: FrameType | None) -> None:
