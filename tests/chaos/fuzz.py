@@ -38,6 +38,7 @@ from tests.support.server import Server, ServerSpec, running_server
 FAMILY = "llama2"
 SPEC = ServerSpec("fuzz", FAMILY, 2, ("--num-gpu-blocks-override=512", "--max-num-seqs=32"))
 NUM_STREAMS = 4
+AHEAD = 5_000
 FRAMES_PER_SOCKET = 200  # then a stranger comes back under another name
 GROWTH_MB = 60.0
 STALL_S = 60.0
@@ -106,12 +107,38 @@ class Frames:
 
     def identity(self) -> bytes:
         """A name to come under; ranks' names among them, as far as they can be known."""
-        return self._draw.choice(
-            (b"rank-0", b"rank-1", b"follower-1", b"rank-0-0a1b2c3d", b"follower-1-0a1b2c3d", self._draw.randbytes(8).replace(b"\0", b"x"))
-        )
+        if self._draw.random() < 0.8:  # a name that comes twice takes what the first had not delivered yet
+            return self._draw.randbytes(8).replace(b"\0", b"x")
+        return self._draw.choice((b"rank-0", b"rank-1", b"follower-1", b"rank-0-0a1b2c3d", b"follower-1-0a1b2c3d"))
 
 
-def attack(endpoint: str, num_frames: int, seed: int) -> None:
+class Pace:
+    """Keeps strangers a little ahead of what the server has counted: a million frames at once would test this machine's buffers alone."""
+
+    def __init__(self) -> None:
+        self._sent = 0
+        self._allowed = AHEAD
+        self._counted, self._since = 0.0, time.monotonic()
+        self._changed = threading.Condition()
+
+    def counted(self, number: float) -> None:
+        """So many were dropped up to now. Where the number stands still, what is missing was lost with a name that another took over."""
+        now = time.monotonic()
+        with self._changed:
+            if number > self._counted:
+                self._counted, self._since = number, now
+            behind = self._sent if now - self._since > 1.0 else number
+            self._allowed = max(self._allowed, int(behind) + AHEAD)
+            self._changed.notify_all()
+
+    def wait(self, num_frames: int) -> None:
+        """Before so many are sent."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._sent + num_frames <= self._allowed)
+            self._sent += num_frames
+
+
+def attack(endpoint: str, num_frames: int, seed: int, pace: Pace) -> None:
     """One stranger after another at one ZeroMQ socket."""
     draw = random.Random(seed)
     frames = Frames(draw)
@@ -123,6 +150,7 @@ def attack(endpoint: str, num_frames: int, seed: int) -> None:
         sock.setsockopt(zmq.SNDTIMEO, 60_000)
         sock.setsockopt(zmq.IDENTITY, frames.identity())
         sock.connect(endpoint)
+        pace.wait(min(FRAMES_PER_SOCKET, num_frames - sent))
         for _ in range(min(FRAMES_PER_SOCKET, num_frames - sent)):
             sock.send_multipart(frames.draw())
             sent += 1
@@ -177,18 +205,31 @@ async def _fuzz(server: Server, num_frames: int, seed: int) -> Report:
     load = Load(server.url, NUM_STREAMS, random.Random(seed), MODELS, longest=150)
     while not load.last_token_at:
         await asyncio.sleep(0.02)
-    await asyncio.to_thread(attack, places[0], 2000, seed)  # buffers and caches that come with the first frames are no growth
+    pace = Pace()
+    first = 4 * AHEAD  # buffers and caches that come with the first frames are no growth
+    warming = asyncio.ensure_future(asyncio.to_thread(attack, places[0], first, seed, pace))
+    while not warming.done():
+        pace.counted(_dropped(server))
+        await asyncio.sleep(0.05)
+    pace = Pace()
     before, counted, began = held(server.process.pid), _dropped(server), time.monotonic()
     host, port = server.url.removeprefix("http://").split(":")
     openers = [lambda: socket.create_connection((host, int(port)), 5), *(lambda place=place: _unix(place) for place in places)]
     threads = [
-        *(threading.Thread(target=attack, args=(place, num_frames // len(places), seed + index)) for index, place in enumerate(places)),
+        *(
+            threading.Thread(target=attack, args=(place, num_frames // len(places), seed + index, pace))
+            for index, place in enumerate(places)
+        ),
         *(threading.Thread(target=attack_raw, args=(opener, max(20, num_frames // 2000), seed)) for opener in openers),
     ]
     for thread in threads:
         thread.start()
     while any(thread.is_alive() for thread in threads):
-        await asyncio.sleep(0.1)
+        pace.counted(await asyncio.to_thread(_dropped, server) - counted)
+        await asyncio.sleep(0.05)
+    now = await asyncio.to_thread(_dropped, server)
+    while now != (now := await asyncio.to_thread(_dropped, server)):
+        await asyncio.sleep(0.5)
     report.seconds = round(time.monotonic() - began, 1)
     await load.stop()
     report.streams = load.streams
