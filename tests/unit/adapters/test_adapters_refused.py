@@ -389,7 +389,9 @@ def test_c24_exactly_the_values_that_become_infinite_in_the_slots_are_refused(
 def test_c24_rows_that_are_not_cast_may_be_large(tmp_path: Path) -> None:
     """A magnitude stays float32 in a slot."""
     folder = hand_folder(tmp_path / "large", pair() | {f"{Q}.lora_magnitude_vector": zeros(64) + 1e30}, use_dora=True)
-    read_adapter(folder, BASE, AdapterLimits(16, (), slot_dtype="F16"))
+    adapter = read_adapter(folder, BASE, AdapterLimits(16, (), slot_dtype="F16"))
+    (found,) = adapter.pairs.values()
+    assert found.magnitude is not None and found.magnitude.max() == found.magnitude.min() == np.float32(1e30)
 
 
 def test_c79_a_pickle_is_never_opened(tmp_path: Path) -> None:

@@ -8,6 +8,8 @@ from typing import Any
 import httpx
 import pytest
 
+from mstar.api.errors import error_response
+from mstar.errors import RequestError
 from tests.unit.api.requests_and_errors import CHAT, COMPLETION, POST_ROUTES, assert_openai_error, one_token
 from tests.unit.api.scripted_conductor import ScriptedConductor
 
@@ -125,3 +127,16 @@ def test_not_ready_is_a_503_and_alive_a_200(post: Post):
     assert "rank 1 is starting" in assert_openai_error(post("/ready", method="GET", conductor=conductor), 503, "not_ready")
     for path in ("/health", "/ping", "/version", "/metrics"):
         assert post(path, method="GET", conductor=conductor).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "said"),
+    [
+        ("request_crashed_worker", 500, "false"),
+        ("deadline_exceeded", 504, "false"),
+        ("internal_error", 500, None),
+        ("server_not_ready", 503, None),
+    ],
+)
+def test_openais_clients_are_told_not_to_repeat_what_would_only_happen_again(code: str, status: int, said: str | None):
+    assert error_response(RequestError("x", code=code, status=status)).headers.get("x-should-retry") == said
