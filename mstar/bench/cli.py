@@ -1,4 +1,4 @@
-"""`mstar bench serve | suite | report | admit | step | compare`: parses, calls, prints; nothing else. `mstar.cli` registers `app`.
+"""`mstar bench COMMAND`: parses, calls, prints; nothing else. `mstar.cli` registers `app`.
 
 Exit codes: 0 measured; 1 measured, but no request succeeded; 2 refused, with one line on stderr (server not reachable, bad option).
 What does the work is imported inside the commands: `mstar serve` must not pay for httpx, msgspec and rich tables of a load generator.

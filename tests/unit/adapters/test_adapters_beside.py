@@ -99,6 +99,10 @@ def test_nothing_of_a_template_is_computed_by_the_check(template: str) -> None:
     assert ("autoescape" in template) == (template_problem(template) is not None)
 
 
+def test_a_number_of_more_digits_than_the_interpreter_reads_is_a_problem_with_words_and_no_crash() -> None:
+    assert "digits" in (template_problem("{{ " + "9" * 5000 + " }}") or "")
+
+
 def test_a_template_may_set_autoescape() -> None:
     assert template_problem("{% autoescape true %}{{ a }}{% endautoescape %}") is None
 
