@@ -12,7 +12,7 @@ import pytest
 
 from tests.e2e.prompts import MODELS, greedy, seeded, some_tokens
 from tests.e2e.specs import served_by
-from tests.support.client import TokenStream, ask_alone, ask_together, new_client
+from tests.support.client import TokenStream, ask_alone, ask_at_once, new_client
 from tests.support.server import ROOT, START_TIMEOUT_S, ServerSpec
 
 TIGHT = ("--deterministic", "--num-gpu-blocks-override=24", "--block-size=8", "--max-num-batched-tokens=24", "--max-num-seqs=12")
@@ -23,16 +23,18 @@ SPECS = tuple(
 
 
 def asks():
-    """Short and long prompts, each of which prefills in one step alone or in several; all adapters; greedy and seeded."""
-    made = [greedy(model, some_tokens(5 + 13 * at, 80 + at), 24, prompt_logprobs=at % 2 == 0) for at, model in enumerate(MODELS)]
-    return made + [seeded(model, some_tokens(60 - 8 * at, 90 + at), at, 24) for at, model in enumerate(MODELS)]
+    """Short and long prompts, each of which prefills in one step alone or in several; all adapters; greedy and seeded.
+
+    Each wants 8 pages of 24 for what it says alone: those that fit with their prompts do not all fit in the end."""
+    made = [greedy(model, some_tokens(5 + 13 * at, 80 + at), 64, prompt_logprobs=at % 2 == 0) for at, model in enumerate(MODELS)]
+    return made + [seeded(model, some_tokens(60 - 8 * at, 90 + at), at, 64) for at, model in enumerate(MODELS)]
 
 
 @served_by(*SPECS)
 def test_tokens_and_log_probabilities_are_the_same_alone_and_in_any_batch(server):
     alone = ask_alone(server, asks())
     preempted = server.status()["ranks"][0]["preemptions"]
-    together = ask_together(server, asks())
+    together = ask_at_once(server, asks())
     assert server.status()["ranks"][0]["preemptions"] > preempted, "some were to be computed twice"
     for one, other in zip(alone, together, strict=True):
         assert (one.token_ids, one.logprobs) == (other.token_ids, other.logprobs), one.ask

@@ -7,7 +7,7 @@ import asyncio
 from tests.e2e.prompts import MODELS, greedy, seeded, some_tokens
 from tests.e2e.specs import TIGHT, served_by
 from tests.support.adapters import ADAPTERS
-from tests.support.client import TokenStream, ask_alone, ask_one, ask_together, new_client
+from tests.support.client import TokenStream, ask_alone, ask_at_once, ask_one, ask_together, new_client
 from tests.support.server import BASE
 
 
@@ -17,7 +17,7 @@ def test_c66_preempted_requests_come_back_and_match_the_reference(server, refere
     asks = [greedy(model, some_tokens(9, 40 + index), 40) for index, model in enumerate(MODELS)]
     asks += [seeded(model, some_tokens(9, 40 + index), index, 40) for index, model in enumerate(MODELS)]
     before = server.status()["ranks"][0]["preemptions"]
-    answers = ask_together(server, asks)
+    answers = ask_at_once(server, asks)
     assert server.status()["ranks"][0]["preemptions"] > before
     reference.check_all(answers)
     reference.check_all(ask_alone(server, [greedy(model, some_tokens(9, 40), 8) for model in MODELS]))
@@ -29,7 +29,7 @@ def test_c66_requests_of_one_adapter_that_share_a_prefix_are_preempted_and_match
     models = (ADAPTERS[0], ADAPTERS[0], BASE, BASE, ADAPTERS[1], ADAPTERS[1], BASE, ADAPTERS[0])
     asks = [greedy(model, (*shared, *some_tokens(3, 51 + index)), 48) for index, model in enumerate(models)]
     before = server.status()["ranks"][0]["preemptions"]
-    reference.check_all(ask_together(server, asks))
+    reference.check_all(ask_at_once(server, asks))
     assert server.status()["ranks"][0]["preemptions"] > before
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +13,7 @@ from typing import Any
 import httpx
 
 from mstar.types import SamplingParams
+from tests.support.processes import wait_for
 from tests.support.server import BASE, REQUEST_TIMEOUT_S, Server
 
 TIMEOUT = httpx.Timeout(REQUEST_TIMEOUT_S)
@@ -113,6 +116,29 @@ def ask_together(server: Server, asks: Sequence[Ask]) -> list[Answer]:
     async def run() -> list[Answer]:
         async with new_client(server) as client:
             return await asyncio.gather(*(fetch(client, ask) for ask in asks))
+
+    return asyncio.run(run())
+
+
+def ask_at_once(server: Server, asks: Sequence[Ask]) -> list[Answer]:
+    """Whole answers of requests that the ranks meet all in one step: they stand still until the front has taken every one."""
+    before = server.metric("mstar_requests_started_total")
+    stopped = server.pids()
+
+    def all_taken() -> bool:
+        return server.metric("mstar_requests_started_total") - before == len(asks)
+
+    async def run() -> list[Answer]:
+        async with new_client(server) as client:
+            for pid in stopped:
+                os.kill(pid, signal.SIGSTOP)
+            try:
+                answers = asyncio.gather(*(fetch(client, ask) for ask in asks))
+                await asyncio.to_thread(wait_for, "the front to take every request", all_taken)
+            finally:
+                for pid in stopped:
+                    os.kill(pid, signal.SIGCONT)
+            return await answers
 
     return asyncio.run(run())
 
