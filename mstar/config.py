@@ -53,6 +53,9 @@ class ServeConfig(BaseModel):
     max_model_len: int | None = Field(None, ge=1, description="Longest prompt + output in tokens. Default: the model's own, at most 8192.")
     max_num_seqs: int = Field(64, ge=1, description="Most rows in one step.")
     max_num_batched_tokens: int = Field(512, ge=1, description="Most tokens in one step; longer prompts prefill in chunks.")
+    prefill_stretch: float = Field(
+        2.0, ge=0, description="A step that also prefills may last so many times a step of decodes alone. 0: as long as it takes."
+    )
     block_size: int = Field(16, ge=1, description="Tokens in one KV page.")
     num_gpu_blocks_override: int | None = Field(None, ge=1, description="Number of KV pages. Default: from kv_cache_memory_bytes.")
     kv_cache_memory_bytes: int = Field(1 << 30, ge=1, description="Bytes of KV pages over all ranks where no number is given.")

@@ -23,8 +23,8 @@ _PANELS: dict[str, tuple[str, ...]] = {
     "Model": ("model", "served_model_name", "tokenizer", "chat_template", "dtype", "device", "seed"),
     "Ranks": ("tensor_parallel_size", "threads_per_rank", "attach", "front_endpoint", "curve_dir", "max_restarts"),
     "Batching and KV cache": (
-        *("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "num_gpu_blocks_override", "kv_cache_memory_bytes"),
-        *("enable_prefix_caching", "max_waiting_requests", "max_passes", "deterministic"),
+        *("max_model_len", "max_num_seqs", "max_num_batched_tokens", "prefill_stretch", "block_size", "num_gpu_blocks_override"),
+        *("kv_cache_memory_bytes", "enable_prefix_caching", "max_waiting_requests", "max_passes", "deterministic"),
     ),
     "LoRA adapters": (
         *(

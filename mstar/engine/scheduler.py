@@ -1,5 +1,7 @@
 """The leader's choice of the next step: decodes first, then prefill chunks, then newcomers, within the step's token budget.
 
+What prompts may take of it beside decodes is for `prefill_budget` to say (pacing.py).
+
 Pure: no torch, clock, threads or randomness. The result is broadcast; no follower recomputes it.
 
     waiting ──admit──► running (prefill in chunks) ──► running (decode) ──finish──► gone
@@ -12,7 +14,7 @@ counts as no user of slots in the queue: one that waits for its slot must never 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from mstar.engine.admission import AdmissionQueue, Verdict
@@ -22,6 +24,12 @@ from mstar.types import Row
 
 NODE = "llm"
 WALK = "step"
+
+
+def unbounded(num_decodes: int) -> int | None:
+    """Prompts take what is left."""
+    del num_decodes
+    return None
 
 
 @dataclass(frozen=True)
@@ -105,14 +113,20 @@ class Scheduler:
                 request.computed = row.start + row.num_tokens
                 request.known += row.rid in sampled
 
-    def choose(self) -> StepChoice | None:
-        """The next step, or None where no row can run now."""
+    def choose(self, prefill_budget: Callable[[int], int | None] = unbounded) -> StepChoice | None:
+        """The next step, or None where no row can run now.
+
+        `prefill_budget`: most prompt tokens beside that many decoding rows, None for no bound; never 0 where none decodes.
+        """
         self._kv.clear_promises()
         rows: list[Row] = []
         preempted: list[str] = []
         budget = self._limits.max_num_batched_tokens
         ordered = sorted(self._running.values(), key=lambda request: (request.remaining > 1, request.order))
+        is_bounded = False
         for request in ordered:
+            if request.remaining > 1 and not is_bounded:
+                budget, is_bounded = _bounded(budget, prefill_budget(len(rows))), True
             if request.rid not in self._running or request.remaining < 1:
                 continue
             count = min(request.remaining, budget)
@@ -121,7 +135,7 @@ class Scheduler:
             rows.append(Row(request.rid, request.computed, count))
             budget -= count
         if not preempted:
-            self._admit(rows, budget)
+            self._admit(rows, budget if is_bounded else _bounded(budget, prefill_budget(len(rows))))
         return StepChoice(tuple(rows), tuple(preempted)) if rows or preempted else None
 
     def _grow(self, request: Scheduled, preempted: list[str]) -> bool:
@@ -187,3 +201,7 @@ class Scheduler:
                 return Verdict.waits(resource.waits_for(rid)), False
             reserved.append(resource)
         return Verdict.ADMITTED, fails
+
+
+def _bounded(budget: int, bound: int | None) -> int:
+    return budget if bound is None else min(budget, bound)

@@ -32,8 +32,7 @@ struct Rows {
 };
 
 template <typename T>
-inline vfloat multiply_add(vfloat sum, vuint weight, uint32_t x) {
-  const vuint xs = vuint{} + x;
+inline vfloat multiply_add(vfloat sum, vuint weight, vuint xs) {
   if constexpr (std::is_same_v<T, float>) {
     return sum + (vfloat)weight * (vfloat)xs;
   } else {
@@ -44,6 +43,11 @@ inline vfloat multiply_add(vfloat sum, vuint weight, uint32_t x) {
     return first + (vfloat)(weight & 0xffff0000) * (vfloat)(xs & 0xffff0000);
 #endif
   }
+}
+
+template <typename T>
+inline vfloat multiply_add(vfloat sum, vuint weight, uint32_t x) {
+  return multiply_add<T>(sum, weight, vuint{} + x);
 }
 
 inline vuint load_words(const uint32_t* from) {

@@ -230,9 +230,14 @@ class Leader(SimRank):
             if greedy:
                 self._is_greedy = True
                 return [Row(rid, 0, 0) for rid in greedy], ()
-        choice = self.scheduler.choose()
+        choice = self.scheduler.choose(self._prefill_budget)
         self.oracle.chose(self, () if choice is None else choice.rows)
         return ((), ()) if choice is None else (choice.rows, choice.preempted)
+
+    def _prefill_budget(self, num_decodes: int) -> int | None:
+        """Some steps leave prompts little or nothing, as the pace of a real leader would."""
+        draws, seq = self.world.draws, self.sequence.last_seq
+        return draws.below(5, "paced", seq) if num_decodes and draws.chance(0.3, "pace of prompts", seq) else None
 
     def _finish(self, step: Step, outcome: StepOutcome | None) -> None:
         if self.recorder is not None:

@@ -13,11 +13,13 @@ import time
 import msgspec
 
 from mstar.engine.lockstep.leader import LeaderSequence
+from mstar.engine.pacing import PrefillPace
 from mstar.engine.requests import RequestState
 from mstar.engine.resources.base import Resource
 from mstar.engine.runner import NewToken, StepOutcome
 from mstar.engine.scheduler import Scheduler, SchedulerLimits
 from mstar.errors import RequestError, WorkerError
+from mstar.types import Row
 from mstar.wire import front_rank, leader_follower
 from mstar.worker.build import Rank
 from mstar.worker.io import Event, FromFollower, FrontChanged, RankIo
@@ -40,6 +42,7 @@ class Leader(RankShell):
         resources: list[Resource] = [rank.kv] if rank.pool is None else [rank.pool, rank.kv]
         limits = SchedulerLimits(config.max_num_seqs, config.max_num_batched_tokens, config.max_passes)
         self._scheduler = Scheduler(limits, resources, rank.kv)
+        self._pace = PrefillPace(config.prefill_stretch)
         self._adapter_of: dict[str, str | None] = {}
         self._cached: dict[str, int] = {}
         self._announced: list[str] = []
@@ -136,7 +139,7 @@ class Leader(RankShell):
 
     def _step(self) -> bool:
         """Run one step; False where no row can run now."""
-        choice = self._scheduler.choose()
+        choice = self._scheduler.choose(self._pace.budget)
         if choice is None:
             return False
         for row in choice.rows:
@@ -147,12 +150,18 @@ class Leader(RankShell):
         self._record.sent(step)
         self._announce([row.rid for row in choice.rows], step.seq)
         self._io.progress.begin(f"in step {step.seq}")
+        began = time.perf_counter()
         outcome = self._runner.execute(step, lambda fingerprint: self._sequence.admitted(step.seq, fingerprint))
+        self._pace_by(step.rows, time.perf_counter() - began)
         self._io.progress.done()
         self._record.ran(outcome, self._scheduler)
         self._scheduler.committed(step.rows, outcome.sampled)
         self._publish(outcome)
         return True
+
+    def _pace_by(self, rows: tuple[Row, ...], seconds: float) -> None:
+        counts = [row.num_tokens for row in rows]
+        self._pace.observe(sum(count for count in counts if count > 1), counts.count(1), seconds)
 
     def _announce(self, rids: list[str], seq: int) -> None:
         """Tell the front who is in the step that begins, where that changed: should it crash, they are suspects."""

@@ -5,11 +5,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from mstar.engine.lockstep.leader import LeaderSequence
 from mstar.engine.resources.base import Resource
 from mstar.engine.resources.kv.resource import KvResource, KvSpec
 from mstar.engine.runner import ForwardInput, Runner, Sampled, StepOutcome
-from mstar.engine.scheduler import Scheduler, SchedulerLimits, StepChoice
+from mstar.engine.scheduler import Scheduler, SchedulerLimits, StepChoice, unbounded
 from tests.unit.engine.lora_pools import Instance, wants
 
 
@@ -63,8 +65,8 @@ class LeaderLoop:
         self.runner.remove(rid)
         self.scheduler.finish(rid)
 
-    def step(self) -> StepChoice | None:
-        choice = self.scheduler.choose()
+    def step(self, prefill_budget: Callable[[int], int | None] = unbounded) -> StepChoice | None:
+        choice = self.scheduler.choose(prefill_budget)
         if choice is None:
             return None
         self.choices.append(choice)

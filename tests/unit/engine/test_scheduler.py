@@ -35,6 +35,26 @@ def test_decodes_come_first_then_prefills_then_newcomers_within_the_budget(insta
     assert rows(loop.step()) == [("long", 22, 1), ("short", 4, 1), ("late", 3, 2)]
 
 
+def test_prompts_take_no_more_beside_decodes_than_their_budget_says(instances):
+    loop = loop_of(instances, max_num_batched_tokens=64, caching=False)
+    asked = []
+
+    def two(num_decodes):
+        asked.append(num_decodes)
+        return 2 if num_decodes else None
+
+    loop.add("first", None, tokens=9, max_tokens=9)
+    assert rows(loop.step(two)) == [("first", 0, 9)]
+    loop.add("long", None, tokens=5, max_tokens=2)
+    loop.add("late", None, tokens=4, max_tokens=1)
+    assert rows(loop.step(two)) == [("first", 9, 1), ("long", 0, 2)]
+    assert rows(loop.step(two)) == [("first", 10, 1), ("long", 2, 2)]
+    assert rows(loop.step(lambda num_decodes: 0)) == [("first", 11, 1), ("long", 4, 1)], "a last token is a row of one, as a decode is"
+    assert rows(loop.step(lambda num_decodes: 0)) == [("first", 12, 1), ("long", 5, 1)]
+    assert rows(loop.step(two)) == [("first", 13, 1), ("late", 0, 2)]
+    assert asked == [0, 1, 1, 1]
+
+
 def test_a_prompt_is_sampled_from_only_when_it_is_whole(instances):
     loop = loop_of(instances, max_num_batched_tokens=4, max_num_seqs=2)
     loop.add("a", "A", tokens=10, max_tokens=2)

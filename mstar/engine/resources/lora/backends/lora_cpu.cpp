@@ -3,65 +3,22 @@
 //     shrink   h[i, p*r + j] = scaling[p] * dot(x[token i], A[p, j])        items: (segment, 4 rows of A)
 //     expand   y[token i, o] += sum_j h[i, p*r + j] * B^T[j, o]             items: (segment, part, 64 columns)
 //
-// Each weight of a slot is read once a call, for a tile of 4 tokens at a time; sums are float32 whatever the storage. Weights are
-// streamed in memory order in both phases. The order of every sum is fixed by the shapes alone, so it does not depend on the threads or
-// on what else is in the batch. GCC's vector types keep it free of any one instruction set; -march=native picks the best.
-#include <cstdint>
-#include <cstring>
+// Each weight of a slot is read once a call for a few tokens at a time; sums are float32 whatever the storage. Each thread takes a run of
+// neighbouring items of every segment, so that weights are streamed in memory order and no thread always has the larger share. The order
+// of every sum is fixed by the shapes alone: it depends neither on the threads nor on what else is in the batch.
+#include <omp.h>
+
+#include "../../../../native/tile.h"
 
 namespace {
 
-constexpr int kLanes = 16;
+using namespace mstar;
+
 constexpr int kTile = 4;      // tokens that share one reading of a weight
 constexpr int kRows = 4;      // rows of A in one item
 constexpr int kColumns = 64;  // columns of B in one item
+constexpr int kGroups = kColumns / kLanes;
 constexpr int kMaxParts = 8;
-
-typedef float vfloat __attribute__((vector_size(kLanes * 4), aligned(4)));
-typedef uint32_t vuint __attribute__((vector_size(kLanes * 4), aligned(4)));
-typedef uint16_t vhalf __attribute__((vector_size(kLanes * 2), aligned(2)));
-
-struct Bf16 {
-  uint16_t bits;
-};
-
-inline float widen(float value) { return value; }
-inline float widen(Bf16 value) {
-  uint32_t bits = static_cast<uint32_t>(value.bits) << 16;
-  float out;
-  std::memcpy(&out, &bits, 4);
-  return out;
-}
-inline void narrow(float value, float* out) { *out = value; }
-inline void narrow(float value, Bf16* out) {  // round to nearest even, as torch does; NaN stays NaN
-  uint32_t bits;
-  std::memcpy(&bits, &value, 4);
-  if ((bits & 0x7fffffff) > 0x7f800000) {
-    out->bits = 0x7fc0;
-    return;
-  }
-  out->bits = static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
-}
-
-inline vfloat load(const float* from) {
-  vfloat out;
-  std::memcpy(&out, from, sizeof out);
-  return out;
-}
-inline vfloat load(const Bf16* from) {
-  vhalf half;
-  std::memcpy(&half, from, sizeof half);
-  vuint bits = __builtin_convertvector(half, vuint) << 16;
-  vfloat out;
-  std::memcpy(&out, &bits, sizeof out);
-  return out;
-}
-
-inline float sum(const vfloat& v) {
-  float total = 0;
-  for (int lane = 0; lane < kLanes; ++lane) total += v[lane];
-  return total;
-}
 
 }  // namespace
 
@@ -89,6 +46,42 @@ struct LoraPlan {
 
 namespace {
 
+// The end of a row, less than 64 bytes, with zeros after it.
+template <typename T>
+inline vuint load_part(const T* from, int64_t count) {
+  T lanes[kLanes * kInStep<T>] = {};
+  for (int64_t lane = 0; lane < count; ++lane) lanes[lane] = from[lane];
+  vuint out;
+  std::memcpy(&out, lanes, sizeof out);
+  return out;
+}
+
+// Its own function: inlined into a larger one, the sums end up on the stack.
+template <typename T, int tokens>
+__attribute__((noinline)) void dots(const T* a, int64_t rows, int64_t in, const T* const* x, float scaling, float* h, int64_t h_stride) {
+  constexpr int64_t step = kLanes * kInStep<T>;
+  const T *weight_rows[kRows], *token_rows[tokens];
+  for (int r = 0; r < kRows; ++r) weight_rows[r] = a + (r < rows ? r : 0) * in;
+  for (int i = 0; i < tokens; ++i) token_rows[i] = x[i];
+  vfloat sums[tokens][kRows];
+  for (int i = 0; i < tokens; ++i)
+    for (int r = 0; r < kRows; ++r) sums[i][r] = all(0);
+  int64_t k = 0;
+  const auto take = [&](auto next) {
+    vuint weights[kRows];
+    for (int r = 0; r < kRows; ++r) weights[r] = next(weight_rows[r] + k);
+    for (int i = 0; i < tokens; ++i) {
+      const vuint xs = next(token_rows[i] + k);
+      for (int r = 0; r < kRows; ++r) sums[i][r] = multiply_add<T>(sums[i][r], weights[r], xs);
+    }
+  };
+  for (; k + step <= in; k += step) take([](const T* from) { return load_words(reinterpret_cast<const uint32_t*>(from)); });
+  if (k < in) take([&](const T* from) { return load_part(from, in - k); });
+  for (int i = 0; i < tokens; ++i)
+    for (int r = 0; r < kRows; ++r)
+      if (r < rows) h[i * h_stride + r] = scaling * sum(sums[i][r]);
+}
+
 template <typename T>
 void shrink(const LoraTarget& target, const LoraPlan& plan, int64_t segment, int64_t first_row, const T* x, int64_t x_stride) {
   const int64_t rank = plan.ranks[segment], slot = plan.slots[segment], in = target.in;
@@ -98,27 +91,42 @@ void shrink(const LoraTarget& target, const LoraPlan& plan, int64_t segment, int
   const float scaling = target.scaling[slot * target.parts + part];
   const int64_t* tokens = plan.tokens + plan.starts[segment];
   float* h = plan.scratch + plan.starts[segment] * plan.width + first_row;
-  const int64_t whole = in - in % kLanes;
-  for (int64_t first = 0; first < plan.counts[segment]; first += kTile) {
-    const int64_t count = plan.counts[segment] - first < kTile ? plan.counts[segment] - first : kTile;
-    const T* at[kTile];
-    for (int64_t i = 0; i < kTile; ++i) at[i] = x + tokens[first + (i < count ? i : 0)] * x_stride;
-    vfloat acc[kTile][kRows] = {};
-    for (int64_t k = 0; k < whole; k += kLanes) {
-      vfloat weight[kRows];
-      for (int64_t r = 0; r < kRows; ++r) weight[r] = load(a + (r < rows ? r : 0) * in + k);
-      for (int64_t i = 0; i < count; ++i) {
-        const vfloat value = load(at[i] + k);
-        for (int64_t r = 0; r < kRows; ++r) acc[i][r] += value * weight[r];
-      }
+  int64_t first = 0;
+  const T* at[kTile];
+  for (; first + kTile <= plan.counts[segment]; first += kTile) {
+    for (int i = 0; i < kTile; ++i) at[i] = x + tokens[first + i] * x_stride;
+    dots<T, kTile>(a, rows, in, at, scaling, h + first * plan.width, plan.width);
+  }
+  for (; first < plan.counts[segment]; ++first) {
+    at[0] = x + tokens[first] * x_stride;
+    dots<T, 1>(a, rows, in, at, scaling, h + first * plan.width, plan.width);
+  }
+}
+
+// Columns of one item for some tokens. `columns` below kColumns: the last of a part.
+template <typename T, int tokens>
+__attribute__((noinline)) void add_products(const T* b, int64_t b_stride, int64_t rank, const float* h, int64_t h_stride, int64_t columns,
+                                            T* const* y) {
+  vfloat sums[tokens][kGroups];
+  for (int i = 0; i < tokens; ++i)
+    for (int g = 0; g < kGroups; ++g) sums[i][g] = all(0);
+  if (columns == kColumns) {
+    for (int64_t j = 0; j < rank; ++j) {
+      vfloat weights[kGroups];
+      for (int g = 0; g < kGroups; ++g) weights[g] = load(b + j * b_stride + g * kLanes);
+      for (int i = 0; i < tokens; ++i)
+        for (int g = 0; g < kGroups; ++g) sums[i][g] += all(h[i * h_stride + j]) * weights[g];
     }
-    for (int64_t i = 0; i < count; ++i) {
-      for (int64_t r = 0; r < rows; ++r) {
-        float total = sum(acc[i][r]);
-        for (int64_t k = whole; k < in; ++k) total += widen(at[i][k]) * widen(a[r * in + k]);
-        h[(first + i) * plan.width + r] = scaling * total;
-      }
+    for (int i = 0; i < tokens; ++i)
+      for (int g = 0; g < kGroups; ++g) store(load(y[i] + g * kLanes) + sums[i][g], y[i] + g * kLanes);
+    return;
+  }
+  for (int64_t from = 0, g = 0; from < columns; from += kLanes, ++g) {
+    for (int64_t j = 0; j < rank; ++j) {
+      const vfloat weights = load_some(b + j * b_stride + from, columns - from);
+      for (int i = 0; i < tokens; ++i) sums[i][g] += all(h[i * h_stride + j]) * weights;
     }
+    for (int i = 0; i < tokens; ++i) store_some(load_some(y[i] + from, columns - from) + sums[i][g], y[i] + from, columns - from);
   }
 }
 
@@ -129,34 +137,27 @@ void expand(const LoraTarget& target, const LoraPlan& plan, int64_t segment, int
   const T* b = static_cast<const T*>(target.lora_b_t) + slot * target.cap * target.out + column;
   const int64_t* tokens = plan.tokens + plan.starts[segment];
   const float* h = plan.scratch + plan.starts[segment] * plan.width + part * rank;
-  for (int64_t first = 0; first < plan.counts[segment]; first += kTile) {
-    const int64_t count = plan.counts[segment] - first < kTile ? plan.counts[segment] - first : kTile;
-    if (columns == kColumns) {
-      vfloat acc[kTile][kColumns / kLanes] = {};
-      for (int64_t j = 0; j < rank; ++j) {
-        vfloat weight[kColumns / kLanes];
-        for (int c = 0; c < kColumns / kLanes; ++c) weight[c] = load(b + j * target.out + c * kLanes);
-        for (int64_t i = 0; i < count; ++i) {
-          const float value = h[(first + i) * plan.width + j];
-          for (int c = 0; c < kColumns / kLanes; ++c) acc[i][c] += value * weight[c];
-        }
-      }
-      for (int64_t i = 0; i < count; ++i) {
-        T* row = y + tokens[first + i] * y_stride + column;
-        for (int64_t c = 0; c < kColumns; ++c) narrow(widen(row[c]) + acc[i][c / kLanes][c % kLanes], row + c);
-      }
-    } else {
-      for (int64_t i = 0; i < count; ++i) {
-        T* row = y + tokens[first + i] * y_stride + column;
-        for (int64_t c = 0; c < columns; ++c) {
-          float total = 0;
-          for (int64_t j = 0; j < rank; ++j) total += h[(first + i) * plan.width + j] * widen(b[j * target.out + c]);
-          narrow(widen(row[c]) + total, row + c);
-        }
-      }
-    }
+  int64_t first = 0;
+  T* at[kTile];
+  for (; first + kTile <= plan.counts[segment]; first += kTile) {
+    for (int i = 0; i < kTile; ++i) at[i] = y + tokens[first + i] * y_stride + column;
+    add_products<T, kTile>(b, target.out, rank, h + first * plan.width, plan.width, columns, at);
+  }
+  for (; first < plan.counts[segment]; ++first) {
+    at[0] = y + tokens[first] * y_stride + column;
+    add_products<T, 1>(b, target.out, rank, h + first * plan.width, plan.width, columns, at);
   }
 }
+
+// This thread's run of `items`; which share is whose moves on with the segment.
+struct Share {
+  int64_t first, end;
+  Share(int64_t items, int64_t segment, int64_t thread, int64_t threads) {
+    const int64_t turn = (thread + segment) % threads;
+    first = items * turn / threads;
+    end = items * (turn + 1) / threads;
+  }
+};
 
 template <typename T>
 void run(const LoraTarget& target, const LoraPlan& plan, const T* x, int64_t x_stride, T* y, int64_t y_stride) {
@@ -164,18 +165,19 @@ void run(const LoraTarget& target, const LoraPlan& plan, const T* x, int64_t x_s
   for (int64_t p = 0; p < target.parts; ++p) blocks += (target.out_sizes[p] + kColumns - 1) / kColumns;
 #pragma omp parallel num_threads(plan.threads)
   {
+    const int64_t thread = omp_get_thread_num(), threads = omp_get_num_threads();
     for (int64_t segment = 0; segment < plan.segments; ++segment) {
       const int64_t rank = plan.ranks[segment];
       const int64_t groups = (rank + kRows - 1) / kRows;
-#pragma omp for schedule(static) nowait
-      for (int64_t item = 0; item < target.parts * groups; ++item)
+      const Share share(target.parts * groups, segment, thread, threads);
+      for (int64_t item = share.first; item < share.end; ++item)
         shrink(target, plan, segment, item / groups * rank + item % groups * kRows, x, x_stride);
     }
 #pragma omp barrier
     for (int64_t segment = 0; segment < plan.segments; ++segment) {
       if (plan.ranks[segment] == 0) continue;
-#pragma omp for schedule(static) nowait
-      for (int64_t item = 0; item < blocks; ++item) {
+      const Share share(blocks, segment, thread, threads);
+      for (int64_t item = share.first; item < share.end; ++item) {
         int64_t part = 0, column = 0, block = item;
         while (block * kColumns >= target.out_sizes[part]) {
           block -= (target.out_sizes[part] + kColumns - 1) / kColumns;
