@@ -32,8 +32,8 @@ class NativeDelta(Protocol):
     def native_target(self) -> int | None:
         """The address of what the kernel adds at this linear."""
 
-    def native_step(self) -> tuple[int, int] | None:
-        """The kernel and its plan for the current step, both addresses; (0, 0) where nothing is added in it."""
+    def native_step(self) -> tuple[int, int, int] | None:
+        """Addresses of its two kernels, a part of which each thread runs, and of the plan of the step; zeros where nothing is added in it."""
 
 
 def linear_product(weight: Tensor, bias: Tensor | None = None, pages: HugePages | None = None) -> Product:

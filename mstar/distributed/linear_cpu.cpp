@@ -96,10 +96,11 @@ void gather(const Linear& linear, const int64_t* rows, int64_t count, T* to) {
   }
 }
 
+// This thread's part, of the region that it is called in; it does not wait for the others.
 template <typename T>
-void product(const Linear& linear, const Rows& x, int64_t tokens, const Rows& y, int64_t threads) {
+void product(const Linear& linear, const Rows& x, int64_t tokens, const Rows& y) {
   const int64_t block_words = kBlock * steps_of<T>(linear.in);
-#pragma omp parallel for schedule(dynamic) num_threads(threads)
+#pragma omp for schedule(dynamic) nowait
   for (int64_t block = 0; block < blocks_of(linear.out); ++block) {
     const int64_t groups = groups_in(linear.out, block);
     const uint32_t* weight = static_cast<const uint32_t*>(linear.weight) + block * block_words;
@@ -138,13 +139,19 @@ void mstar_linear_rows(const Linear* linear, const int64_t* rows, int64_t count,
     gather(*linear, rows, count, static_cast<float*>(to));
 }
 
-// `y [tokens, out] = x [tokens, in] W^T + b`; the strides are in elements.
-void mstar_linear(const Linear* linear, const void* x, int64_t x_stride, int64_t tokens, void* y, int64_t y_stride, int64_t threads) {
+// `y [tokens, out] = x [tokens, in] W^T + b`; the strides are in elements. For a thread of a parallel region: its part, without a barrier.
+void mstar_linear_part(const Linear* linear, const void* x, int64_t x_stride, int64_t tokens, void* y, int64_t y_stride) {
   const int64_t size = linear->is_bf16 ? 2 : 4;
   const Rows from{static_cast<char*>(const_cast<void*>(x)), x_stride * size}, to{static_cast<char*>(y), y_stride * size};
   if (linear->is_bf16)
-    product<Bf16>(*linear, from, tokens, to, threads);
+    product<Bf16>(*linear, from, tokens, to);
   else
-    product<float>(*linear, from, tokens, to, threads);
+    product<float>(*linear, from, tokens, to);
+}
+
+// The whole of it.
+void mstar_linear(const Linear* linear, const void* x, int64_t x_stride, int64_t tokens, void* y, int64_t y_stride, int64_t threads) {
+#pragma omp parallel num_threads(threads)
+  mstar_linear_part(linear, x, x_stride, tokens, y, y_stride);
 }
 }

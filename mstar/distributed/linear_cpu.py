@@ -50,7 +50,7 @@ class CpuLinear:
         self._bias = None if bias is None else bias.contiguous()
         self._dtype = weight.dtype
         self._library = library
-        self.kernel = library.mstar_linear
+        self._whole, self.part = library.mstar_linear, library.mstar_linear_part
         self.in_size, self.out_size = in_size, out_size
         self.native = _Linear(self._blocked.data_ptr(), None if self._bias is None else self._bias.data_ptr(), in_size, out_size, is_bf16)
         self._address = ctypes.addressof(self.native)
@@ -70,7 +70,7 @@ class CpuLinear:
             x = x.contiguous()
         y = x.new_empty((x.shape[0], self.out_size))
         threads = torch.get_num_threads()
-        self.kernel(self._address, x.data_ptr(), x.stride(0), x.shape[0], y.data_ptr(), self.out_size, threads)
+        self._whole(self._address, x.data_ptr(), x.stride(0), x.shape[0], y.data_ptr(), self.out_size, threads)
         return y
 
     def rows(self, indices: Tensor) -> Tensor:

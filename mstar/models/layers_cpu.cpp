@@ -92,10 +92,12 @@ struct Heads {  // as in attention_cpu.cpp
   int64_t token_stride, head_stride;
 };
 
-using LinearKernel = void (*)(const void* linear, const void* x, int64_t x_stride, int64_t tokens, void* y, int64_t y_stride, int64_t threads);
+// Those that say `part` do the calling thread's share of a parallel region, without a barrier.
+using LinearPart = void (*)(const void* linear, const void* x, int64_t x_stride, int64_t tokens, void* y, int64_t y_stride);
 using AttentionKernel = void (*)(const void* attention, const void* rows, int64_t layer, const Heads* q, const Heads* k, const Heads* v,
                                  void* out, int64_t threads);
-using DeltaKernel = void (*)(const void* target, const void* plan, const void* x, int64_t x_stride, void* y, int64_t y_stride);
+using ShrinkPart = void (*)(const void* target, const void* plan, const void* x, int64_t x_stride);
+using ExpandPart = void (*)(const void* target, const void* plan, void* y, int64_t y_stride);
 using SumKernel = int64_t (*)(void* memory, void* x, int64_t count, int64_t is_bf16);
 
 enum { kQkv, kO, kGateUp, kDown, kLinears };
@@ -113,7 +115,7 @@ struct Layers {  // of one rank
   int64_t count, hidden, heads, kv_heads, head_dim, mlp;
   int64_t is_bf16;
   float eps;
-  LinearKernel linear;
+  LinearPart linear;
   AttentionKernel attention;
   const void* attention_of_rank;
   SumKernel sum;  // null: one rank
@@ -125,7 +127,8 @@ struct LayersStep {
   const void* cosine;
   const void* signed_sine;  // [tokens, head_dim]
   const void* attention_rows;
-  DeltaKernel delta;  // null: no row has an adapter
+  ShrinkPart shrink;  // null: no row has an adapter
+  ExpandPart expand;
   const void* plan;
   void* scratch;
   int64_t tokens, threads;
@@ -158,8 +161,16 @@ int64_t run(const Layers& model, const LayersStep& step) {
   for (int64_t index = 0; index < model.count && missing == 0; ++index) {
     const Layer& layer = model.layers[index];
     const auto product = [&](int which, const T* from, int64_t in, T* to, int64_t size) {
-      model.linear(layer.linears[which], from, in, tokens, to, size, threads);
-      if (step.delta != nullptr && layer.targets[which] != nullptr) step.delta(layer.targets[which], step.plan, from, in, to, size);
+      const void* target = step.shrink == nullptr ? nullptr : layer.targets[which];
+#pragma omp parallel num_threads(threads)
+      {
+        if (target != nullptr) step.shrink(target, step.plan, from, in);
+        model.linear(layer.linears[which], from, in, tokens, to, size);
+        if (target != nullptr) {
+#pragma omp barrier
+          step.expand(target, step.plan, to, size);
+        }
+      }
     };
     const auto add_whole = [&] {  // `out` of all ranks to the residual
       if (model.sum != nullptr && missing == 0) missing = model.sum(model.memory, out, tokens * hidden, model.is_bf16);

@@ -63,7 +63,8 @@ class _Step(ctypes.Structure):
         ("cosine", ctypes.c_void_p),
         ("signed_sine", ctypes.c_void_p),
         ("attention_rows", ctypes.c_void_p),
-        ("delta", ctypes.c_void_p),
+        ("shrink", ctypes.c_void_p),
+        ("expand", ctypes.c_void_p),
         ("plan", ctypes.c_void_p),
         ("scratch", ctypes.c_void_p),
         ("tokens", ctypes.c_int64),
@@ -171,7 +172,7 @@ class CpuLayers:
             first.products[3].in_size,
             int(first.input_norm.dtype == torch.bfloat16),
             eps,
-            address_of(first.products[0].kernel),
+            address_of(first.products[0].part),
             address_of(attention.kernel),
             ctypes.addressof(attention.native),
             None if memory is None else address_of(memory.library.mstar_host_memory_sum),
@@ -198,12 +199,12 @@ class CpuLayers:
 
         False, and nothing done, where this step needs Python between two kernels. Raises WorkerError where a rank is lost.
         """
-        delta, plan = 0, 0
+        shrink, expand, plan = 0, 0, 0
         if self._deltas:
             planned = self._deltas[0].native_step()
             if planned is None:
                 return False
-            delta, plan = planned
+            shrink, expand, plan = planned
         assert x.is_contiguous() and cos.is_contiguous() and signed_sin.is_contiguous()
         tokens = x.shape[0]
         scratch = torch.empty(self._library.mstar_layers_scratch_bytes(self._address, tokens), dtype=torch.uint8)
@@ -212,7 +213,8 @@ class CpuLayers:
             cos.data_ptr(),
             signed_sin.data_ptr(),
             ctypes.addressof(self._attention.rows),
-            delta,
+            shrink,
+            expand,
             plan,
             scratch.data_ptr(),
             tokens,

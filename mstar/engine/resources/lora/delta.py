@@ -38,11 +38,11 @@ class LoraLayerDelta:
         """See NativeDelta; None where the backend has no kernel of its own, or rows are grouped."""
         return self._backend.native_target(self._weights) if self._grouping == 1 else None
 
-    def native_step(self) -> tuple[int, int] | None:
+    def native_step(self) -> tuple[int, int, int] | None:
         """See NativeDelta; None in a step with an adapter that changes the base's own output."""
         plan = self._pool.kernel_plan(self._grouping)
         if plan is None:
-            return 0, 0
+            return 0, 0, 0
         return self._backend.native_step(plan) if self._pool.grouped_rows(self._grouping).adjusted is None else None
 
 

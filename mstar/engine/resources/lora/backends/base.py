@@ -60,8 +60,8 @@ class LoraBackend(ABC):
         """Where the backend's kernel reads `weights` from, for another kernel that calls it; None: it has none to call."""
         return None
 
-    def native_step(self, plan: Any) -> tuple[int, int] | None:
-        """The kernel `(target, plan, x, x_stride, y, y_stride)` and its plan of the step, both addresses."""
+    def native_step(self, plan: Any) -> tuple[int, int, int] | None:
+        """Addresses: a thread's part of the shrink `(target, plan, x, x_stride)`, of the expand `(target, plan, y, y_stride)`, and the plan."""
         return None
 
     def adjust_rows(self, y: torch.Tensor, weights: LayerWeights, rows: torch.Tensor, slots: torch.Tensor) -> None:

@@ -61,6 +61,7 @@ class CpuLoraBackend(LoraBackend):
         self._call = library.mstar_lora_delta
         self._call.restype = None
         self._call.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64)
+        self._parts = address_of(library.mstar_lora_shrink_part), address_of(library.mstar_lora_expand_part)
         self._targets: dict[int, tuple[LayerWeights, _Target, int]] = {}
 
     @classmethod
@@ -113,9 +114,9 @@ class CpuLoraBackend(LoraBackend):
         """See LoraBackend.native_target."""
         return self._target(weights)
 
-    def native_step(self, plan: CpuLoraPlan) -> tuple[int, int]:
+    def native_step(self, plan: CpuLoraPlan) -> tuple[int, int, int]:
         """See LoraBackend.native_step."""
-        return address_of(self._call), ctypes.addressof(plan.native)
+        return *self._parts, ctypes.addressof(plan.native)
 
     def _target(self, weights: LayerWeights) -> int:
         """The address of the kernel's view of `weights`, made once."""

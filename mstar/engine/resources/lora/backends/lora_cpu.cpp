@@ -160,43 +160,64 @@ struct Share {
 };
 
 template <typename T>
-void run(const LoraTarget& target, const LoraPlan& plan, const T* x, int64_t x_stride, T* y, int64_t y_stride) {
+void shrink_part(const LoraTarget& target, const LoraPlan& plan, const T* x, int64_t x_stride) {
+  const int64_t thread = omp_get_thread_num(), threads = omp_get_num_threads();
+  for (int64_t segment = 0; segment < plan.segments; ++segment) {
+    const int64_t rank = plan.ranks[segment];
+    const int64_t groups = (rank + kRows - 1) / kRows;
+    const Share share(target.parts * groups, segment, thread, threads);
+    for (int64_t item = share.first; item < share.end; ++item)
+      shrink(target, plan, segment, item / groups * rank + item % groups * kRows, x, x_stride);
+  }
+}
+
+template <typename T>
+void expand_part(const LoraTarget& target, const LoraPlan& plan, T* y, int64_t y_stride) {
+  const int64_t thread = omp_get_thread_num(), threads = omp_get_num_threads();
   int64_t blocks = 0;  // column items of one segment
   for (int64_t p = 0; p < target.parts; ++p) blocks += (target.out_sizes[p] + kColumns - 1) / kColumns;
-#pragma omp parallel num_threads(plan.threads)
-  {
-    const int64_t thread = omp_get_thread_num(), threads = omp_get_num_threads();
-    for (int64_t segment = 0; segment < plan.segments; ++segment) {
-      const int64_t rank = plan.ranks[segment];
-      const int64_t groups = (rank + kRows - 1) / kRows;
-      const Share share(target.parts * groups, segment, thread, threads);
-      for (int64_t item = share.first; item < share.end; ++item)
-        shrink(target, plan, segment, item / groups * rank + item % groups * kRows, x, x_stride);
-    }
-#pragma omp barrier
-    for (int64_t segment = 0; segment < plan.segments; ++segment) {
-      if (plan.ranks[segment] == 0) continue;
-      const Share share(blocks, segment, thread, threads);
-      for (int64_t item = share.first; item < share.end; ++item) {
-        int64_t part = 0, column = 0, block = item;
-        while (block * kColumns >= target.out_sizes[part]) {
-          block -= (target.out_sizes[part] + kColumns - 1) / kColumns;
-          column += target.out_sizes[part];
-          ++part;
-        }
-        const int64_t left = target.out_sizes[part] - block * kColumns;
-        expand(target, plan, segment, part, column + block * kColumns, left < kColumns ? left : kColumns, y, y_stride);
+  for (int64_t segment = 0; segment < plan.segments; ++segment) {
+    if (plan.ranks[segment] == 0) continue;
+    const Share share(blocks, segment, thread, threads);
+    for (int64_t item = share.first; item < share.end; ++item) {
+      int64_t part = 0, column = 0, block = item;
+      while (block * kColumns >= target.out_sizes[part]) {
+        block -= (target.out_sizes[part] + kColumns - 1) / kColumns;
+        column += target.out_sizes[part];
+        ++part;
       }
+      const int64_t left = target.out_sizes[part] - block * kColumns;
+      expand(target, plan, segment, part, column + block * kColumns, left < kColumns ? left : kColumns, y, y_stride);
     }
   }
 }
 
 }  // namespace
 
-extern "C" void mstar_lora_delta(const LoraTarget* target, const LoraPlan* plan, const void* x, int64_t x_stride, void* y,
-                                 int64_t y_stride) {
+extern "C" {
+
+// For a thread of a parallel region: its part, without a barrier. Between the two there must be one.
+void mstar_lora_shrink_part(const LoraTarget* target, const LoraPlan* plan, const void* x, int64_t x_stride) {
   if (target->is_bf16)
-    run(*target, *plan, static_cast<const Bf16*>(x), x_stride, static_cast<Bf16*>(y), y_stride);
+    shrink_part(*target, *plan, static_cast<const Bf16*>(x), x_stride);
   else
-    run(*target, *plan, static_cast<const float*>(x), x_stride, static_cast<float*>(y), y_stride);
+    shrink_part(*target, *plan, static_cast<const float*>(x), x_stride);
+}
+
+void mstar_lora_expand_part(const LoraTarget* target, const LoraPlan* plan, void* y, int64_t y_stride) {
+  if (target->is_bf16)
+    expand_part(*target, *plan, static_cast<Bf16*>(y), y_stride);
+  else
+    expand_part(*target, *plan, static_cast<float*>(y), y_stride);
+}
+
+// The whole of it.
+void mstar_lora_delta(const LoraTarget* target, const LoraPlan* plan, const void* x, int64_t x_stride, void* y, int64_t y_stride) {
+#pragma omp parallel num_threads(plan->threads)
+  {
+    mstar_lora_shrink_part(target, plan, x, x_stride);
+#pragma omp barrier
+    mstar_lora_expand_part(target, plan, y, y_stride);
+  }
+}
 }
