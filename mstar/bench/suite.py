@@ -10,7 +10,7 @@ be answered out of the server's prefix cache.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rich.console import Console
 
@@ -33,6 +33,8 @@ class Cell:
     name: str
     num_adapters: int  # 0: the base alone
     concurrency: int
+    prompt_tokens: int | None = None  # None: what the choice says
+    max_tokens: int | None = None
 
 
 def standard_cells(num_adapters_served: int) -> tuple[Cell, ...]:
@@ -65,7 +67,12 @@ def cell_workload(cell: Cell, cell_index: int, round_index: int, choice: Choice,
     """The load of one cell in one round."""
     pace = cell_pace(cell, is_quick=is_quick)
     seed = choice.seed + cell_index * _SEED_STRIDE + round_index
-    return make_workload(choice.with_load(choice.adapters[: cell.num_adapters], seed), pace)
+    own = replace(
+        choice.with_load(choice.adapters[: cell.num_adapters], seed),
+        prompt_tokens=cell.prompt_tokens or choice.prompt_tokens,
+        max_tokens=cell.max_tokens or choice.max_tokens,
+    )
+    return make_workload(own, pace)
 
 
 def lora_kept(cells: Sequence[CellResult]) -> dict[str, float]:
@@ -78,9 +85,19 @@ def lora_kept(cells: Sequence[CellResult]) -> dict[str, float]:
     }
 
 
-def run_suite(server: Server, choice: Choice, repeat: int, console: Console, label: str, command: str, *, is_quick: bool) -> SuiteResult:
-    """All cells, `repeat` rounds, measured under one progress bar on `console`."""
-    cells = standard_cells(len(choice.adapters))
+def run_suite(
+    server: Server,
+    choice: Choice,
+    repeat: int,
+    console: Console,
+    label: str,
+    command: str,
+    *,
+    is_quick: bool,
+    cells: Sequence[Cell] | None = None,
+) -> SuiteResult:
+    """All cells (the standard ones, if none are given), `repeat` rounds, measured under one progress bar on `console`."""
+    cells = standard_cells(len(choice.adapters)) if cells is None else cells
     workloads = {
         (round_index, cell): cell_workload(cell, index, round_index, choice, is_quick=is_quick)
         for index, cell in enumerate(cells)

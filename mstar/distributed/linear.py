@@ -33,7 +33,7 @@ class NativeDelta(Protocol):
         """The address of what the kernel adds at this linear."""
 
     def native_step(self) -> tuple[int, int, int] | None:
-        """Addresses of its two kernels, a part of which each thread runs, and of the plan of the step; zeros where nothing is added in it."""
+        """Addresses of its two kernels, of which each thread runs a part, and of the step's plan; zeros where nothing is added."""
 
 
 def linear_product(weight: Tensor, bias: Tensor | None = None, pages: HugePages | None = None) -> Product:

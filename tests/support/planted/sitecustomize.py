@@ -2,6 +2,7 @@
 
 MSTAR_TEST_AUDIT=FILE     every `pickle.find_class` of the process goes into FILE, with its stack
 MSTAR_TEST_POISON=1,2,3   a rank dies by SIGKILL in the forward of any step whose tokens hold this sequence, as a kernel's bug would have it
+MSTAR_TEST_SLOW_READS=R:S every read of an adapter on rank R takes S seconds longer
 MSTAR_TEST_RANKS=FILE     ranks with delays, a trace and perhaps a script: see `planted_ranks.py`
 """
 
@@ -13,6 +14,7 @@ import importlib.machinery
 import os
 import signal
 import sys
+import time
 import traceback
 from pathlib import Path
 
@@ -64,9 +66,32 @@ def poison(module) -> None:
     module.TorchModel.__call__ = deadly
 
 
+def slow_reads(module) -> None:
+    """Change `mstar.worker.main` so that one rank's disk is slow."""
+    slow, seconds = os.environ["MSTAR_TEST_SLOW_READS"].split(":")
+    build_rank = module.build_rank
+
+    def build(launch, tp_rank, on_copy):
+        rank = build_rank(launch, tp_rank, on_copy)
+        if tp_rank == int(slow):
+            store = rank.pool.store
+            read = store._read
+
+            def late(*args):
+                time.sleep(float(seconds))
+                return read(*args)
+
+            store._read = late
+        return rank
+
+    module.build_rank = build
+
+
 if "MSTAR_TEST_AUDIT" in os.environ:
     audit(os.environ["MSTAR_TEST_AUDIT"])
 if "MSTAR_TEST_POISON" in os.environ:
     sys.meta_path.insert(0, Planter("mstar.worker.model", poison))
+if "MSTAR_TEST_SLOW_READS" in os.environ:
+    sys.meta_path.insert(0, Planter("mstar.worker.main", slow_reads))
 if "MSTAR_TEST_RANKS" in os.environ:
     sys.meta_path.insert(0, Planter("mstar.worker.main", lambda module: importlib.import_module("planted_ranks").plant(module)))

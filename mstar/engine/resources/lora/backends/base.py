@@ -61,7 +61,10 @@ class LoraBackend(ABC):
         return None
 
     def native_step(self, plan: Any) -> tuple[int, int, int] | None:
-        """Addresses: a thread's part of the shrink `(target, plan, x, x_stride)`, of the expand `(target, plan, y, y_stride)`, and the plan."""
+        """Addresses of the shrink `(target, plan, x, x_stride)` and the expand `(target, plan, y, y_stride)`, and of the plan.
+
+        Each thread of a parallel region calls both, with a barrier between them.
+        """
         return None
 
     def adjust_rows(self, y: torch.Tensor, weights: LayerWeights, rows: torch.Tensor, slots: torch.Tensor) -> None:
