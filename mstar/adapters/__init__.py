@@ -33,7 +33,7 @@ from mstar.adapters.facts import (
 )
 from mstar.adapters.files import digest_adapter
 from mstar.adapters.paths import resolve_path
-from mstar.adapters.read import inspect_adapter, read_adapter
+from mstar.adapters.read import inspect_adapter, read_adapter, read_adapter_into
 
 __all__ = [
     "REFUSALS",
@@ -57,5 +57,6 @@ __all__ = [
     "digest_adapter",
     "inspect_adapter",
     "read_adapter",
+    "read_adapter_into",
     "resolve_path",
 ]

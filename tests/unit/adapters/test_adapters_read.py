@@ -19,7 +19,8 @@ from adapter_folders import BASE, PREFIX, WEIGHTS, copy_of, hand_folder, limits,
 from safetensors.numpy import load_file
 
 import mstar.adapters
-from mstar.adapters import digest_adapter, inspect_adapter, read_adapter
+from mstar.adapters import AdapterTensors, digest_adapter, inspect_adapter, read_adapter, read_adapter_into
+from mstar.adapters.catalogue import refuse
 from mstar.errors import AdapterError
 
 PACKAGE = Path(mstar.adapters.__file__).parent
@@ -127,6 +128,18 @@ def test_a_file_that_changes_while_it_is_read_is_refused(reader: str, change: st
     assert code(reads[reader]) == "adapter_changed"
 
 
+def test_other_bytes_are_what_is_said_whatever_was_made_of_them(folder: Path) -> None:
+    made: list[AdapterTensors] = []
+
+    def make(tensors: AdapterTensors) -> None:
+        made.append(tensors)
+        raise refuse("host_tier", size=2, limit=1)
+
+    assert code(lambda: read_adapter_into(make, folder, BASE, limits(), "0" * 64)) == "adapter_changed"
+    assert len(made) == 1
+    assert code(lambda: read_adapter_into(make, folder, BASE, limits(), digest_adapter(folder))) == "adapter_exceeds_host_tier"
+
+
 @pytest.mark.usefixtures("small_chunks")
 def test_a_file_that_is_replaced_while_it_is_read_is_still_the_old_one(folder: Path, tmp_path: Path) -> None:
     """A rename puts another file at the path; the open one is whole, and its digest says that it is the old one."""
@@ -143,8 +156,12 @@ def test_a_read_is_given_up_at_the_next_chunk(folder: Path) -> None:
     read_adapter(folder, BASE, limits(), cancelled=lambda: bool(asked.append(1)))
     assert len(asked) >= chunks - 1
     for number in range(len(asked)):
-        calls = iter([False] * number + [True])
-        assert code(lambda calls=calls: read_adapter(folder, BASE, limits(), cancelled=lambda: next(calls))) == "adapter_read_cancelled"
+        for digest in (None, digest_adapter(folder)):
+            calls = iter([False] * number + [True])
+            assert (
+                code(lambda digest=digest, calls=calls: read_adapter(folder, BASE, limits(), digest, lambda: next(calls)))
+                == "adapter_read_cancelled"
+            )
     assert code(lambda: digest_adapter(folder, cancelled=lambda: True)) == "adapter_read_cancelled"
 
 

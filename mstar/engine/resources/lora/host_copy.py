@@ -13,13 +13,15 @@ its inputs, so for a row-parallel linear each rank has a share of its square; th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 
-from mstar.adapters import AdapterLimits, AdapterTensors, BaseFiles, Dtype, LoraPair, read_adapter
+from mstar.adapters import AdapterLimits, AdapterTensors, BaseFiles, Dtype, LoraPair, read_adapter_into
 from mstar.engine.resources.lora.base_weights import BaseWeights, as_tensor
 from mstar.engine.resources.lora.spec import LoraSpec, LoraTarget
 from mstar.errors import AdapterError
@@ -101,10 +103,13 @@ class HostReader:
         folder = Path(path)
         roots = tuple(map(Path, self._spec.roots)) or (folder,)
         limits = AdapterLimits(self._spec.max_lora_rank, roots, self._spec.target_modules, _DTYPES[self._dtype])
-        tensors = read_adapter(folder, self._spec.base, limits, digest, cancelled)
-        if tensors.base_copies:
-            self._need_base().check_copies(tensors.base_copies, (self._tp_rank, self._spec.tp_size), cancelled)
-        return self.cut(tensors, cancelled)
+
+        def make(tensors: AdapterTensors) -> HostCopy:
+            if tensors.base_copies:
+                self._need_base().check_copies(tensors.base_copies, (self._tp_rank, self._spec.tp_size), cancelled)
+            return self.cut(tensors, cancelled)
+
+        return read_adapter_into(make, folder, self._spec.base, limits, digest, cancelled)
 
     def cut(self, tensors: AdapterTensors, cancelled: Callable[[], bool] = lambda: False) -> HostCopy:
         """This rank's shard of a read adapter, in slot dtype; the read saw to it that every value is in the dtype's range."""
@@ -138,8 +143,8 @@ class HostReader:
             return None
         out_sizes = target.out_sizes(self._tp_rank)
         width = max(pair.lora_a.shape[0] for pair in found.values())
-        lora_a = torch.zeros(layers, parts, width, target.in_size(self._tp_rank), dtype=self._dtype)
-        lora_b_t = torch.zeros(layers, width, sum(out_sizes), dtype=self._dtype)
+        lora_a = fresh_zeros((layers, parts, width, target.in_size(self._tp_rank)), self._dtype)
+        lora_b_t = fresh_zeros((layers, width, sum(out_sizes)), self._dtype)
         scaling = torch.zeros(layers, parts, dtype=torch.float32)
         ranks = [0] * layers
         for (layer, index), pair in found.items():
@@ -201,3 +206,9 @@ class HostReader:
         """Where part `index` lies in the target's output on this rank."""
         sizes = target.out_sizes(self._tp_rank)
         return slice(sum(sizes[:index]), sum(sizes[: index + 1]))
+
+
+def fresh_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Zeros as the kernel hands out memory: nothing is written, and no thread of the steps is taken for it as `torch.zeros` would."""
+    size = math.prod(shape) * dtype.itemsize
+    return torch.from_numpy(np.zeros(size, dtype=np.uint8)).view(dtype).view(shape)
