@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from mstar.errors import ConfigError
 NUM_STREAMS = 4
 STREAM_TOKENS = 1900
 PROMPT_TOKENS = 32
+_FIRST_TOKENS = 5
 _START_TIMEOUT_S = 120.0
 
 
@@ -40,14 +42,14 @@ async def gaps_beside(
     address: Address, pool: Sequence[int], seed: int, other: Callable[[], Awaitable[object]], max_tokens: int = STREAM_TOKENS
 ) -> list[Gap]:
     """Run `NUM_STREAMS` greedy streams of the base for as long as `other` takes. Raises ConfigError where a stream fails."""
-    readers: list[CompletionReader] = []
+    readers: list[list[CompletionReader]] = [[] for _ in range(NUM_STREAMS)]
     client = Client(address, time.perf_counter)
 
     async def stream(number: int) -> None:
         for turn in range(1 << 30):
             prompt = token_prompt(pool, PROMPT_TOKENS, seed, f"stream {number}", turn)
             reader = CompletionReader()
-            readers.append(reader)
+            readers[number].append(reader)
             await client.send(render_post(address, "/v1/completions", completion_body(BASE_NAME, prompt, max_tokens), None), reader)
             if (failure := reader.failure()) is not None:
                 raise ConfigError(f"a stream failed: {failure}")
@@ -70,7 +72,7 @@ async def gaps_beside(
         await client.aclose()
     return [
         Gap(after - began, after - before)
-        for reader in readers
+        for reader in itertools.chain.from_iterable(readers)
         for before, after in pairwise(reader.event_times)
         if began <= before and after <= ended
     ]
@@ -80,10 +82,10 @@ async def _as_coroutine(other: Callable[[], Awaitable[object]]) -> None:
     await other()
 
 
-async def _first_tokens(readers: Sequence[CompletionReader], streams: asyncio.Future[list[None]]) -> None:
+async def _first_tokens(readers: Sequence[Sequence[CompletionReader]], streams: asyncio.Future[list[None]]) -> None:
     """Until every stream has a few tokens: what their own prompts cost is over then."""
     until = time.perf_counter() + _START_TIMEOUT_S
-    while len(readers) < NUM_STREAMS or min(len(reader.event_times) for reader in readers) < 5:
+    while not all(any(len(reader.event_times) >= _FIRST_TOKENS for reader in one) for one in readers):
         if streams.done():
             await streams
         if time.perf_counter() > until:
