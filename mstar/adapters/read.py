@@ -92,19 +92,20 @@ def read_adapter_into(
         if digest is None:
             return make(_tensors(plan, datas, limits, hashed.result(), cancelled))
         try:
-            made, problem = make(_tensors(plan, datas, limits, digest, cancelled)), None
+            made = make(_tensors(plan, datas, limits, digest, cancelled))
         except AdapterError as error:
-            if error.code == refuse("cancelled").code:
-                raise
-            made, problem = None, error
-        found = hashed.result()
-        if found != digest:
-            raise refuse("changed", what=f"The digest is {found[:12]}..., not {shown(digest[:12])[1:-1]}...")
-        if problem is not None:
-            raise problem
-        return cast("Made", made)
+            if error.code != refuse("cancelled").code:
+                _check_digest(hashed.result(), digest)
+            raise
+        _check_digest(hashed.result(), digest)
+        return made
     finally:
         hashing.shutdown(cancel_futures=True)
+
+
+def _check_digest(found: str, wanted: str) -> None:
+    if found != wanted:
+        raise refuse("changed", what=f"The digest is {found[:12]}..., not {shown(wanted[:12])[1:-1]}...")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,8 +18,8 @@ from typing import Any
 from rich.console import Console
 
 from mstar.bench.peers import BASE_NAME, KV_CACHE_BYTES, Contender, install_peer, make_adapters, our_command, peer_contender, running
-from mstar.bench.serve import Choice, choose_pool
-from mstar.bench.server import ask_server
+from mstar.bench.serve import Choice
+from mstar.bench.subject import Subject
 from mstar.bench.suite import Cell, run_suite, standard_cells
 
 OURS, OURS_FEW, OURS_WIDE, OURS_TP2 = "mstar", "mstar, 4 slots", "mstar, 64 slots", "mstar, TP 2"
@@ -85,11 +85,10 @@ def compare(model: Path, rounds: int, console: Console, *, is_quick: bool) -> li
 def _measure(entry: Entry, index: int, console: Console, *, is_quick: bool) -> Measurement:
     label = entry.contender.label
     with running(entry.contender, console) as (url, start_s, memory_mb):
-        server = ask_server(url, None)
-        names = server.adapter_names(BASE_NAME)[: entry.num_adapters]
-        pool = choose_pool(server, BASE_NAME, 40_000, is_text=False)
-        choice = Choice(BASE_NAME, names, pool, prompt_tokens=64, max_tokens=64, seed=1000 * index, is_text=False, timeout_s=600.0)
-        suite = run_suite(server, choice, 1, console, f"{label}, round {index + 1}", "", is_quick=is_quick, cells=entry.cells)
+        subject = Subject.at(url)
+        names = subject.adapters(entry.num_adapters)
+        choice = Choice(BASE_NAME, names, subject.pool, prompt_tokens=64, max_tokens=64, seed=1000 * index, is_text=False, timeout_s=600.0)
+        suite = run_suite(subject.server, choice, 1, console, f"{label}, round {index + 1}", "", is_quick=is_quick, cells=entry.cells)
         held_mb = memory_mb()
     failed = {cell.name: cell.num_failed for cell in suite.cells if cell.num_failed}
     if failed:

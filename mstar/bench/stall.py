@@ -23,15 +23,9 @@ import httpx
 import uvloop
 from rich.console import Console
 
-from mstar.bench.load import Destination, run_load
-from mstar.bench.peers import BASE_NAME, Contender, install_peer, make_adapters, our_command, peer_contender, running
-from mstar.bench.percentiles import percentile
-from mstar.bench.plan import PlannedRequest
-from mstar.bench.prompts import token_prompt
-from mstar.bench.serve import choose_pool
-from mstar.bench.server import ask_server
-from mstar.bench.streams import Gap, gaps_beside
-from mstar.bench.targets import Target
+from mstar.bench.peers import Contender, install_peer, make_adapters, our_command, peer_contender, running
+from mstar.bench.streams import Gap, gaps_beside, gaps_summary
+from mstar.bench.subject import Subject
 from mstar.errors import ConfigError
 
 _CHURN_TOKENS = 8
@@ -65,18 +59,13 @@ class Side:
     longest_admit_s: float | None
     blocked_on_reads_s: float | None
 
-    def gap(self, percent: float) -> float:
-        """A percentile of the gaps in seconds."""
-        return percentile(sorted(gap.length_s for gap in self.gaps), percent)
-
     def points(self) -> list[tuple[float, float]]:
         """Every gap as (seconds after the churn began, length in seconds)."""
         return [(gap.at_s, gap.length_s) for gap in self.gaps]
 
     def summary(self) -> dict[str, Any]:
         """All but the single gaps."""
-        percentiles = {f"p{percent}_s": self.gap(percent) for percent in (50, 90, 99, 100)}
-        return {"gaps": len(self.gaps), **percentiles, **{key: value for key, value in vars(self).items() if key != "gaps"}}
+        return {**{key: value for key, value in vars(self).items() if key != "gaps"}, **gaps_summary(self.gaps)}
 
 
 def measure_stalls(model: Path, plan: Plan, console: Console) -> list[Side]:
@@ -119,9 +108,8 @@ class _Turns:
     num_loads: int = 0
 
     def __post_init__(self) -> None:
-        self._server = ask_server(self.url, None)
-        self._pool = choose_pool(self._server, BASE_NAME, 40_000, is_text=False)
-        self._names = self._server.adapter_names(BASE_NAME)[: self.plan.num_adapters]
+        self._subject = Subject.at(self.url)
+        self._names = self._subject.adapters(self.plan.num_adapters)
         self._reads_before = 0
 
     def warm(self) -> None:
@@ -143,7 +131,7 @@ class _Turns:
                 with contextlib.suppress(asyncio.CancelledError):
                     await api
 
-        self.gaps += uvloop.run(gaps_beside(self._server.address, self._pool, seed, churn))
+        self.gaps += uvloop.run(gaps_beside(self._subject, seed, churn))
 
     def result(self) -> Side:
         """What was seen."""
@@ -153,17 +141,8 @@ class _Turns:
 
     async def _churn(self, names: Sequence[str], seed: int, rate: float | None) -> None:
         """Each adapter once: at `rate` per second, or two at a time."""
-        planned = [
-            PlannedRequest(index, Target(name, is_adapter=True), token_prompt(self._pool, _PROMPT_TOKENS, seed, "churn", index), at_s)
-            for index, name in enumerate(names)
-            for at_s in [None if rate is None else index / rate]
-        ]
-        destination = Destination(self._server.address, None, _CHURN_TOKENS, _TIMEOUT_S)
-        outcome = await run_load(planned, destination, 2 if rate is None else None, lambda record: None)
-        failed = [record.failure for record in outcome.records if record.failure is not None]
-        if failed:
-            raise ConfigError(f"{self.label}: {failed[0]}")
-        self.ttft_s += [record.event_times_s[0] - record.start_s for record in outcome.records]
+        prompts = [self._subject.prompt(_PROMPT_TOKENS, seed, "churn", index) for index in range(len(names))]
+        self.ttft_s += await self._subject.ttfts(names, prompts, _CHURN_TOKENS, concurrency=2, rate=rate)
 
     async def _api(self) -> None:
         """Load and unload in turn, at the API rate, until cancelled. The cold side only."""

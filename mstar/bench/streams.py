@@ -11,16 +11,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 
 from mstar.bench.completions import CompletionReader, completion_body
-from mstar.bench.http1 import Address, Client, render_post
+from mstar.bench.http1 import Client, render_post
 from mstar.bench.peers import BASE_NAME
-from mstar.bench.prompts import token_prompt
+from mstar.bench.percentiles import percentile
+from mstar.bench.subject import Subject
 from mstar.errors import ConfigError
 
 NUM_STREAMS = 4
@@ -38,16 +38,25 @@ class Gap:
     length_s: float
 
 
-async def gaps_beside(
-    address: Address, pool: Sequence[int], seed: int, other: Callable[[], Awaitable[object]], max_tokens: int = STREAM_TOKENS
-) -> list[Gap]:
+def gap_percentile(gaps: Sequence[Gap], percent: float) -> float:
+    """A percentile of their lengths, in seconds."""
+    return percentile(sorted(gap.length_s for gap in gaps), percent)
+
+
+def gaps_summary(gaps: Sequence[Gap]) -> dict[str, float]:
+    """Their number and percentiles, for JSON."""
+    return {"gaps": len(gaps), **{f"p{percent}_s": gap_percentile(gaps, percent) for percent in (50, 90, 99, 100)}}
+
+
+async def gaps_beside(subject: Subject, seed: int, other: Callable[[], Awaitable[object]], max_tokens: int = STREAM_TOKENS) -> list[Gap]:
     """Run `NUM_STREAMS` greedy streams of the base for as long as `other` takes. Raises ConfigError where a stream fails."""
     readers: list[list[CompletionReader]] = [[] for _ in range(NUM_STREAMS)]
+    address = subject.server.address
     client = Client(address, time.perf_counter)
 
     async def stream(number: int) -> None:
         for turn in range(1 << 30):
-            prompt = token_prompt(pool, PROMPT_TOKENS, seed, f"stream {number}", turn)
+            prompt = subject.prompt(PROMPT_TOKENS, seed, f"stream {number}", turn)
             reader = CompletionReader()
             readers[number].append(reader)
             await client.send(render_post(address, "/v1/completions", completion_body(BASE_NAME, prompt, max_tokens), None), reader)
@@ -72,7 +81,7 @@ async def gaps_beside(
         await client.aclose()
     return [
         Gap(after - began, after - before)
-        for reader in itertools.chain.from_iterable(readers)
+        for reader in chain.from_iterable(readers)
         for before, after in pairwise(reader.event_times)
         if began <= before and after <= ended
     ]

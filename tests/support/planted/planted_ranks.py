@@ -139,13 +139,34 @@ class ScriptedLeader(Leader):
             self.tick()
 
 
-def _delay_reads(store, tp_rank, unreadable, draw) -> None:
-    read = store._read
+def plant_slow_reads(main, rank_and_seconds: str) -> None:
+    """Change `mstar.worker.main` so that one rank's disk is slow: `1:0.5` for half a second more a read on rank 1."""
+    slow, seconds = rank_and_seconds.split(":")
+    build_rank = main.build_rank
 
-    def late(path, digest, cancelled):
+    def build(launch, tp_rank, on_copy):
+        rank = build_rank(launch, tp_rank, on_copy)
+        if tp_rank == int(slow):
+            _before_reads(rank.pool.store, lambda path: time.sleep(float(seconds)))
+        return rank
+
+    main.build_rank = build
+
+
+def _delay_reads(store, tp_rank, unreadable, draw) -> None:
+    def delay(path):
         time.sleep(draw.choice((0.0, draw.uniform(0, READ_S))))
         if any(part in path and rank == tp_rank for part, rank in unreadable.items()):
             raise AdapterError("planted: this rank cannot read it", code="adapter_unreadable", status=500)
+
+    _before_reads(store, delay)
+
+
+def _before_reads(store, delay) -> None:
+    read = store._read
+
+    def late(path, digest, cancelled):
+        delay(path)
         return read(path, digest, cancelled)
 
     store._read = late

@@ -14,7 +14,6 @@ import importlib.machinery
 import os
 import signal
 import sys
-import time
 import traceback
 from pathlib import Path
 
@@ -66,32 +65,14 @@ def poison(module) -> None:
     module.TorchModel.__call__ = deadly
 
 
-def slow_reads(module) -> None:
-    """Change `mstar.worker.main` so that one rank's disk is slow."""
-    slow, seconds = os.environ["MSTAR_TEST_SLOW_READS"].split(":")
-    build_rank = module.build_rank
-
-    def build(launch, tp_rank, on_copy):
-        rank = build_rank(launch, tp_rank, on_copy)
-        if tp_rank == int(slow):
-            store = rank.pool.store
-            read = store._read
-
-            def late(*args):
-                time.sleep(float(seconds))
-                return read(*args)
-
-            store._read = late
-        return rank
-
-    module.build_rank = build
-
-
 if "MSTAR_TEST_AUDIT" in os.environ:
     audit(os.environ["MSTAR_TEST_AUDIT"])
 if "MSTAR_TEST_POISON" in os.environ:
     sys.meta_path.insert(0, Planter("mstar.worker.model", poison))
 if "MSTAR_TEST_SLOW_READS" in os.environ:
-    sys.meta_path.insert(0, Planter("mstar.worker.main", slow_reads))
+    slow = os.environ["MSTAR_TEST_SLOW_READS"]
+    sys.meta_path.insert(
+        0, Planter("mstar.worker.main", lambda module: importlib.import_module("planted_ranks").plant_slow_reads(module, slow))
+    )
 if "MSTAR_TEST_RANKS" in os.environ:
     sys.meta_path.insert(0, Planter("mstar.worker.main", lambda module: importlib.import_module("planted_ranks").plant(module)))
