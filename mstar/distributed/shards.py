@@ -11,22 +11,17 @@ Every rank computes the same plan from the same numbers, so nothing is exchanged
                                         rank 2: q 5 6    kv 1 2      <- KV head 1 is on ranks 1 and 2
                                         rank 3: q 7 8    kv 2
 
-The MLP's features are cut the other way round (`mlp_cuts`), so that uneven heads leave no rank with more to do.
-
 A shared KV head is computed on each rank that holds it, from the same input and the same rows, so no collective is added.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from fractions import Fraction
 from itertools import pairwise
 
 from mstar.errors import ConfigError
 
 Range = tuple[int, int]  # [start, stop)
-_GRAIN = 16
 
 
 def even_cuts(total: int, parts: int) -> tuple[Range, ...]:
@@ -67,21 +62,3 @@ def plan_heads(num_heads: int, num_kv_heads: int, tp_size: int) -> HeadPlan:
         q_ranges = even_cuts(num_heads, tp_size)
         kv_ranges = tuple((start // group_size, (stop - 1) // group_size + 1) for start, stop in q_ranges)
     return HeadPlan(q_ranges, kv_ranges, group_size)
-
-
-def mlp_cuts(plan: HeadPlan, head_dim: int, intermediate_size: int) -> tuple[Range, ...]:
-    """Cut the MLP's features so that every rank holds as many weights of a layer: who has more heads gets fewer of them.
-
-    Ranks wait for each other twice a layer, so a step takes what the rank with the most takes. Features go in runs of 16, as the
-    kernels read them, unless the MLP is small; where heads alone are more than a rank's share, the cut is the even one.
-    """
-    tp_size = len(plan.q_ranges)
-    grain = _GRAIN if intermediate_size >= 4 * _GRAIN * tp_size else 1
-    heads = [q[1] - q[0] + kv[1] - kv[0] for q, kv in zip(plan.q_ranges, plan.kv_ranges, strict=True)]
-    of_heads = [2 * head_dim * count for count in heads]  # q and o, k and v: in columns of the hidden size, as gate, up and down are
-    share = Fraction(sum(of_heads) + 3 * intermediate_size, tp_size)
-    sizes = [(share - held) / 3 for held in of_heads]
-    if min(sizes) < grain:
-        return even_cuts(intermediate_size, tp_size)
-    inner = [math.floor(sum(sizes[:count]) / grain + Fraction(1, 2)) * grain for count in range(1, tp_size)]
-    return tuple(pairwise([0, *inner, intermediate_size]))

@@ -21,7 +21,7 @@ from torch import Tensor
 from mstar.distributed.comm import CommGroup
 from mstar.distributed.linear import Product, linear_product
 from mstar.distributed.linear_cpu import CpuLinear
-from mstar.distributed.shards import Range, even_cuts, mlp_cuts, plan_heads
+from mstar.distributed.shards import Range, even_cuts, plan_heads
 from mstar.engine.resources.attention.base import AttentionBackend
 from mstar.errors import ConfigError
 from mstar.models.arch import ModelArch
@@ -117,7 +117,7 @@ class _ShardReader:
         self._is_first = comm.tp_rank == 0
         self._q = _features(plan.q_ranges[comm.tp_rank], arch.head_dim)
         self._kv = _features(plan.kv_ranges[comm.tp_rank], arch.head_dim)
-        self._mlp = mlp_cuts(plan, arch.head_dim, arch.intermediate_size)[comm.tp_rank]
+        self._mlp = even_cuts(arch.intermediate_size, comm.tp_size)[comm.tp_rank]
         self._vocab = even_cuts(arch.vocab_size, comm.tp_size)[comm.tp_rank]
         self._size_bytes = 0
         self._pages = HugePages()

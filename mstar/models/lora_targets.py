@@ -1,13 +1,13 @@
 """The LoRA targets of the decoder: its four fused linears, head and embedding, and how each rank's shard of them is cut.
 
-Pure: the same on every rank. The cuts are the decoder's own (`HeadPlan`, `mlp_cuts`, `even_cuts`), so a delta always fits its linear.
+Pure: the same on every rank. The cuts are the decoder's own (`HeadPlan`, `even_cuts`), so a delta always fits its linear.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from mstar.distributed.shards import Range, even_cuts, mlp_cuts, plan_heads
+from mstar.distributed.shards import Range, even_cuts, plan_heads
 from mstar.engine.resources.lora.spec import LOGITS_ROWS, LoraPart, LoraSpec, LoraTarget
 from mstar.models.arch import ModelArch
 from mstar.types import PROJECTIONS
@@ -31,7 +31,7 @@ def lora_spec(
     plan = plan_heads(arch.num_heads, arch.num_kv_heads, tp_size)
     q_features = tuple((start * arch.head_dim, stop * arch.head_dim) for start, stop in plan.q_ranges)
     kv_features = tuple((start * arch.head_dim, stop * arch.head_dim) for start, stop in plan.kv_ranges)
-    mlp_features = mlp_cuts(plan, arch.head_dim, arch.intermediate_size)
+    mlp_features = even_cuts(arch.intermediate_size, tp_size)
     vocab = even_cuts(arch.vocab_size, tp_size)
     hidden, q_size, kv_size = arch.hidden_size, arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
     targets = (

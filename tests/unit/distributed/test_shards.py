@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mstar.distributed.shards import even_cuts, mlp_cuts, plan_heads
+from mstar.distributed.shards import even_cuts, plan_heads
 from mstar.errors import ConfigError
 
 
@@ -53,34 +51,3 @@ def test_a_degree_beyond_the_query_heads_is_refused_with_what_is_allowed(tp_size
 def test_kv_heads_that_do_not_divide_the_query_heads_are_refused():
     with pytest.raises(ConfigError, match="num_attention_heads is 9"):
         plan_heads(9, 2, 1)
-
-
-def held(plan, head_dim, cuts):
-    """Columns of the hidden size that each rank holds in a layer."""
-    heads = [q[1] - q[0] + kv[1] - kv[0] for q, kv in zip(plan.q_ranges, plan.kv_ranges, strict=True)]
-    return [2 * head_dim * count + 3 * (stop - start) for count, (start, stop) in zip(heads, cuts, strict=True)]
-
-
-def test_who_has_more_heads_gets_less_of_the_mlp():
-    plan = plan_heads(9, 3, 2)  # 6 + 2 and 3 + 1 heads of 64
-    cuts = mlp_cuts(plan, 64, 1536)
-    assert cuts == ((0, 688), (688, 1536))
-    assert max(held(plan, 64, cuts)) - min(held(plan, 64, cuts)) <= 3 * 16
-    assert max(held(plan, 64, even_cuts(1536, 2))) - min(held(plan, 64, even_cuts(1536, 2))) == 512
-
-
-def test_even_heads_leave_the_cut_even():
-    assert mlp_cuts(plan_heads(32, 8, 4), 128, 14336) == even_cuts(14336, 4)
-
-
-def test_heads_that_are_more_than_a_share_leave_the_cut_even():
-    assert mlp_cuts(plan_heads(9, 3, 2), 64, 8) == even_cuts(8, 2)
-
-
-@given(st.integers(1, 8), st.integers(1, 6), st.integers(1, 64), st.integers(1, 3000), st.data())
-def test_the_mlp_is_cut_whole_and_no_rank_of_many_features_has_none(num_kv_heads, group_size, head_dim, size, data):
-    tp_size = data.draw(st.integers(1, num_kv_heads * group_size))
-    cuts = mlp_cuts(plan_heads(num_kv_heads * group_size, num_kv_heads, tp_size), head_dim, size)
-    assert len(cuts) == tp_size and cuts[0][0] == 0 and cuts[-1][1] == size
-    assert all(before[1] == after[0] for before, after in pairwise(cuts))
-    assert all(start <= stop for start, stop in cuts) and (size < tp_size or all(start < stop for start, stop in cuts))

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from mstar.distributed.comm import CommGroup
-from mstar.distributed.shards import even_cuts, mlp_cuts, plan_heads
+from mstar.distributed.shards import even_cuts, plan_heads
 from mstar.errors import ConfigError
 from mstar.models.arch import load_arch
 from mstar.models.loader import weights_bytes
@@ -107,8 +107,7 @@ def share(arch, size, tp_rank):
     """Numbers that a rank needs: its heads, MLP and vocabulary, and the norms whole."""
     plan = plan_heads(arch.num_heads, arch.num_kv_heads, size)
     q, kv = ((stop - start) * arch.head_dim for start, stop in (plan.q_ranges[tp_rank], plan.kv_ranges[tp_rank]))
-    cuts = mlp_cuts(plan, arch.head_dim, arch.intermediate_size), even_cuts(arch.vocab_size, size)
-    mlp, vocab = (stop - start for start, stop in (cut[tp_rank] for cut in cuts))
+    mlp, vocab = (stop - start for start, stop in (even_cuts(total, size)[tp_rank] for total in (arch.intermediate_size, arch.vocab_size)))
     layer = arch.hidden_size * (2 * q + 2 * kv + 3 * mlp + 2)
     layer += (q + 2 * kv) * arch.qkv_bias + 2 * mlp * arch.mlp_bias + (q + kv) * arch.qk_norm
     layer += arch.hidden_size * (arch.o_bias + arch.mlp_bias) * (tp_rank == 0)

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mstar.distributed.comm import CommGroup
-from mstar.distributed.shards import even_cuts, mlp_cuts, plan_heads
+from mstar.distributed.shards import even_cuts, plan_heads
 from mstar.errors import ConfigError
 from mstar.models import loader
 from mstar.models.arch import load_arch
@@ -88,8 +88,7 @@ def test_a_rank_reads_its_own_slices_of_the_files_and_no_more(folder, tp_rank, m
     load(folder, CommGroup(tp_rank, 4))
     arch, plan = load_arch(folder), plan_heads(9, 3, 4)
     q, kv = ((stop - start) * arch.head_dim for start, stop in (plan.q_ranges[tp_rank], plan.kv_ranges[tp_rank]))
-    cuts = mlp_cuts(plan, arch.head_dim, arch.intermediate_size), even_cuts(arch.vocab_size, 4)
-    mlp, vocab = (stop - start for start, stop in (cut[tp_rank] for cut in cuts))
+    mlp, vocab = (stop - start for start, stop in (even_cuts(total, 4)[tp_rank] for total in (arch.intermediate_size, arch.vocab_size)))
     hidden = arch.hidden_size
     layer = {
         "self_attn.q_proj": (q, hidden),

@@ -33,7 +33,7 @@ def test_cuts_follow_the_head_plan_where_ranks_share_kv_heads():
     (o,) = four.target("o_proj").parts
     assert o.in_ranges == q.out_ranges and o.out_ranges == ((0, 576),) * 4
     (down,) = four.target("down_proj").parts
-    assert down.in_ranges == four.target("gate_up_proj").parts[0].out_ranges == ((0, 368), (368, 768), (768, 1136), (1136, 1536))
+    assert down.in_ranges == four.target("gate_up_proj").parts[0].out_ranges == ((0, 384), (384, 768), (768, 1152), (1152, 1536))
 
 
 def test_more_ranks_than_query_heads_are_refused():
