@@ -17,7 +17,7 @@ from typing import Any
 
 from rich.console import Console
 
-from mstar.bench.peers import BASE_NAME, KV_CACHE_BYTES, Contender, install_peer, make_adapters, our_command, peer_contender, running
+from mstar.bench.peers import BASE_NAME, KV_CACHE_BYTES, VLLM, Contender, install, make_adapters, our_command, peer_contender, running
 from mstar.bench.serve import Choice
 from mstar.bench.subject import Subject
 from mstar.bench.suite import Cell, run_suite, standard_cells
@@ -52,7 +52,7 @@ class Measurement:
 def entries(model: Path, console: Console) -> tuple[Entry, ...]:
     """All servers. Installs the peer where it is not there yet."""
     adapters = make_adapters(model, 64)
-    vllm = install_peer(console)
+    vllm = install(VLLM, console)
     eight, standard = adapters[:8], standard_cells(8)
     base_cells = tuple(cell for cell in standard if not cell.num_adapters)
     few = (Cell(FEW, 16, 8),)

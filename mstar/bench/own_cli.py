@@ -265,6 +265,34 @@ def compare(
             typer.echo(f"wrote {docs}/benchmarks.md, {docs}/benchmarks/compare.json and throughput.png")
 
 
+@app.command()
+def openvino(
+    model: Folder,
+    *,
+    gguf: Annotated[Path, typer.Option(help="The same model as GGUF; it is rewritten in float16.", metavar="FILE.gguf")],
+    rounds: Annotated[int, typer.Option(min=1, help="Turns of each load.")] = 3,
+    output: Output = None,
+) -> None:
+    """Base traffic: ours over HTTP with LoRA on, against openvino-genai in its process without HTTP; installs it on the first call."""
+    with measuring(output):
+        from dataclasses import asdict
+
+        from rich.console import Console
+        from rich.table import Table
+
+        from mstar.bench.peer_openvino import measure_openvino
+        from mstar.bench.percentiles import median
+        from mstar.bench.results import command_line
+
+        console = Console()
+        cells = measure_openvino(model, gguf, rounds, Console(stderr=True))
+        table = Table("output tokens/s", "mstar", "openvino-genai", "ratio", title=f"medians of {rounds} rounds")
+        for cell in cells:
+            table.add_row(f"base c{cell.concurrency}", f"{median(cell.ours):.0f}", f"{median(cell.theirs):.0f}", f"{cell.ratio:.2f}")
+        console.print(table)
+        save_json({"command": command_line(sys.argv), "cells": [asdict(cell) for cell in cells]}, output, console)
+
+
 def _counts(text: str, flag: str) -> list[int]:
     try:
         counts = [int(part) for part in text.split(",")]

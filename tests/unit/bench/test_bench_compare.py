@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 
 import pytest
+from typer.testing import CliRunner
 
 from mstar.bench import compare
 from mstar.bench.bars import Bar, bars, bars_markdown, medians_markdown, throughput_series
+from mstar.bench.cli import app
 from mstar.bench.compare import OURS, OURS_TP2, PEER, PEER_OFF, PREFILL_BASE, Measurement, Medians, save
 from mstar.bench.document import check_part, replace_part
 from mstar.bench.plots import plot_gaps, plot_throughput
@@ -108,3 +110,13 @@ def test_pictures_are_drawn(tmp_path):
     plot_throughput(throughput_series(medians_of()), tmp_path / "t.png")
     plot_gaps({"mstar": [(0.1, 0.02), (0.2, 0.03)], "peer": [(0.1, 0.5)]}, tmp_path / "g.png")
     assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in ("t.png", "g.png"))
+
+
+@pytest.mark.parametrize(("arguments", "words"), [
+    (("openvino", "model", "--gguf", "none.gguf"), "none.gguf: no such file"),
+    (("compare", "model", "--docs", "nowhere"), "has no part between"),
+    (("cold", "model", "--output", "."), "not a file that can be written"),
+])  # fmt: skip
+def test_what_cannot_be_measured_or_written_is_refused_before_anything_starts(arguments, words):
+    done = CliRunner().invoke(app, list(arguments))
+    assert done.exit_code == 2 and words in " ".join(done.output.split()), done.output
