@@ -1,9 +1,9 @@
 """Which request keeps crashing the instance.
 
-Pure. Requests in the last step before a crash are suspects, and those opened since that step was heard of: a rank may die before it can
-say that they are in the next one. A suspect whose token comes after the restart is cleared. After a second crash with a common suspect,
-those in both crashes resume one at a time, each until its next token; one that crashes the instance again while nobody else that the
-ranks know is unproven is the culprit and ends. All others go on.
+Pure. Requests in the last step before a crash are suspects, and those that ranks were told of and that had no token since: a rank may die
+before it can say that they are in the next one. A suspect whose token comes after the restart is cleared. After a second crash with a
+common suspect, those in both crashes resume one at a time, each until its next token; one that crashes the instance again while nobody
+else that the ranks know is unproven is the culprit and ends. All others go on.
 
     crash 1: {a, b, c}     crash 2: {a, b, d}, no token of a, b between     common: {a, b}
     test a alone (with everybody who is no suspect) ─► token: cleared ─► test b ─► crash: b is the culprit
@@ -23,27 +23,25 @@ class Suspects:
     def __init__(self) -> None:
         self._last_step: frozenset[str] = frozenset()
         self._opened: frozenset[str] = frozenset()  # since the start of the instance
-        self._opened_since: frozenset[str] = frozenset()  # since that step
         self._suspected: frozenset[str] = frozenset()  # in the last step before a crash, no token since
         self._queue: list[str] = []  # to be tested one at a time, the first is under test
 
     def opened(self, rid: str) -> None:
         """The ranks are told of this request."""
         self._opened |= {rid}
-        self._opened_since |= {rid}
 
     def began(self, rids: Collection[str]) -> None:
         """A step begins with these requests."""
-        self._last_step, self._opened_since = frozenset(rids), frozenset()
+        self._last_step = frozenset(rids)
 
     def crashed(self, live: Collection[str], proven: Collection[str] = ()) -> str | None:
         """The instance crashed; `live` requests are to be resumed (those that may be told to ranks), of which `proven` had a token since.
 
         Returns the culprit, if this crash shows one.
         """
-        inside = (self._last_step | self._opened_since) & frozenset(live)
         unproven = (self._last_step | self._opened) & frozenset(live) - frozenset(proven)
-        self._last_step = self._opened = self._opened_since = frozenset()
+        inside = self._last_step & frozenset(live) | unproven
+        self._last_step = self._opened = frozenset()
         if not inside:
             return None  # it died before it had anything to do, of nobody here: what is known stays known
         if unproven and self._queue[:1] == list(unproven):

@@ -16,7 +16,9 @@ from tests.support.server import BASE, START_TIMEOUT_S, ServerSpec, running_serv
 
 PLANTED = Path(__file__).parents[1] / "support/planted"
 DEADLY = (66, 67, 66, 67, 66)
-SPEC = ServerSpec("poison", "llama2", 2, ("--num-gpu-blocks-override=512", "--max-num-seqs=32"))
+# The planted fault sees the tokens of one step: half of DEADLY in each of two steps would kill nobody.
+WHOLE_PROMPTS = ("--prefill-stretch=0", "--max-num-batched-tokens=4096")
+SPEC = ServerSpec("poison", "llama2", 2, ("--num-gpu-blocks-override=512", "--max-num-seqs=32", *WHOLE_PROMPTS))
 
 pytestmark = pytest.mark.xdist_group("chaos")
 
@@ -49,7 +51,7 @@ def test_a_poisoned_request_ends_with_its_own_500_and_the_others_go_on(server):
     reference = tiny_reference("llama2")
     reference.check_all(answers)
     status = server.wait_until_idle()
-    assert 4 <= status["instance_starts"] <= 6, "three crashes show it; the server would give up at the sixth"
+    assert 4 <= status["instance_starts"] <= 5, "three crashes show it, or four"
     reference.check(ask_one(server, greedy(ADAPTERS[0], some_tokens(15, 74), 10)))
 
 
