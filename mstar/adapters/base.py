@@ -45,6 +45,9 @@ class BaseShapes:
     name: str | None = None
     biases: frozenset[str] = frozenset()
 
+    def __hash__(self) -> int:
+        return hash((*self.leaves.items(), self.num_layers, self.vocab_size, self.name))
+
     @classmethod
     def from_config(cls, config: Mapping[str, Any], name: str | None = None) -> BaseShapes:
         """Read a `config.json` of the Llama line. `name` is only compared, for a warning. Raises ConfigError."""

@@ -78,11 +78,10 @@ class AdapterFile:
 
 @dataclass(frozen=True)
 class AdapterFolder:
-    """The open files of one adapter. `config` and `index` hold their files' bytes; `weight_map` is the index's, key to file name."""
+    """The open files of one adapter. `config` and `index` hold their files' bytes."""
 
     config: bytes
     index: bytes | None
-    weight_map: dict[str, str] | None
     weights: tuple[AdapterFile, ...]
 
     @property
@@ -162,10 +161,9 @@ def open_folder(folder: Path, roots: Sequence[Path]) -> Iterator[AdapterFolder]:
         if index is None:
             if single is None:
                 raise _no_weights(folder)
-            yield AdapterFolder(config, None, None, (single,))
+            yield AdapterFolder(config, None, (single,))
             return
-        weight_map = _weight_map(index)
-        names = sorted(set(weight_map.values()))
+        names = sorted(set(read_weight_map(index).values()))
         if single is not None and names != [WEIGHTS_NAME]:
             raise refuse("files_ambiguous", what=f"both {WEIGHTS_NAME} and an index of other files")
         if len(names) > MAX_SHARDS:
@@ -176,10 +174,11 @@ def open_folder(folder: Path, roots: Sequence[Path]) -> Iterator[AdapterFolder]:
             if shard is None:
                 raise refuse("index_invalid", problem=f"names {name}, which is not there")
             shards.append(shard)
-        yield AdapterFolder(config, index, weight_map, tuple(shards))
+        yield AdapterFolder(config, index, tuple(shards))
 
 
-def _weight_map(index: bytes) -> dict[str, str]:
+def read_weight_map(index: bytes) -> dict[str, str]:
+    """The index's `weight_map`, key to file name. Raises AdapterError `adapter_index_invalid`."""
     try:
         weight_map = load_object(index).get("weight_map")
     except JsonProblem as error:

@@ -5,8 +5,10 @@ Every tensor of the file ends in one of two places: in the plan, or named in a r
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from types import MappingProxyType
 from typing import cast
 
@@ -14,14 +16,16 @@ from mstar.adapters.base import FUSED, BaseShapes
 from mstar.adapters.catalogue import refuse, shown
 from mstar.adapters.config import AdapterConfig, parse_config
 from mstar.adapters.facts import AdapterFacts, AdapterLimits, BaseCopyFacts, Dtype, ModuleFacts, ModuleKey
-from mstar.adapters.files import AdapterFolder
+from mstar.adapters.files import AdapterFolder, read_weight_map
 from mstar.adapters.keys import LORA_KINDS, Kind, ParsedKey, parse_key
 from mstar.adapters.patterns import PatternTable
-from mstar.adapters.safetensors_header import Header, TensorEntry, read_header
+from mstar.adapters.safetensors_header import Head, Header, TensorEntry, parse_header, read_head
 from mstar.types import EMBEDDING, HEAD
 
 SERVED_DTYPES = ("F32", "F16", "BF16")
 MAX_NAMED = 3
+MAX_KEPT = 4
+MAX_KEPT_BYTES = 256 << 10
 
 
 @dataclass(frozen=True)
@@ -50,21 +54,59 @@ class PlannedPair:
 
 
 @dataclass(frozen=True)
+class Run:
+    """Neighbouring bytes of one file with values of one dtype. `is_for_slots`: they are of pairs, not copies of the base's."""
+
+    file: int
+    dtype: Dtype
+    is_for_slots: bool
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True)
 class Plan:
-    """What `read_adapter` does after the headers: which bytes become what."""
+    """What `read_adapter` does after the headers: which bytes become what. `runs` cover every tensor, and are as few as may be."""
 
     headers: tuple[Header, ...]
+    runs: tuple[Run, ...]
     pairs: Mapping[ModuleKey, PlannedPair]
     base_copies: tuple[PlannedTensor, ...]
     facts: AdapterFacts
 
 
 def make_plan(files: AdapterFolder, base: BaseShapes, limits: AdapterLimits) -> Plan:
-    """Read the headers and check all that they and the config tell. Raises AdapterError for the first thing found."""
-    config = parse_config(files.config)
-    headers = tuple(read_header(file) for file in files.weights)
+    """Read the headers and check all that they and the config tell. Raises AdapterError for the first thing found.
+
+    Adapters trained alike differ in their values alone, so the last few plans are kept: looking at hundreds of keys one by one holds the
+    interpreter for milliseconds, in a process where steps run. What is kept depends on nothing but the bytes that are compared.
+    """
+    parse_config(files.config)  # what is wrong with it is said before what is wrong with a header
+    heads = tuple(read_head(file) for file in files.weights)
+    source = _Source(files.config, files.index, heads, files.names)
+    make = _kept_plan if source.size <= MAX_KEPT_BYTES else _make_plan
+    return make(source, base, dataclasses.replace(limits, roots=()))
+
+
+@dataclass(frozen=True)
+class _Source:
+    """All bytes that a plan follows from: config, index and headers; `names` are the files that the digest covers."""
+
+    config: bytes
+    index: bytes | None
+    heads: tuple[Head, ...]
+    names: tuple[str, ...]
+
+    @property
+    def size(self) -> int:
+        return len(self.config) + len(self.index or b"") + sum(len(head.raw) for head in self.heads)
+
+
+def _make_plan(source: _Source, base: BaseShapes, limits: AdapterLimits) -> Plan:
+    config = parse_config(source.config)
+    headers = tuple(map(parse_header, source.heads))
     tensors = [PlannedTensor(number, entry, parse_key(entry.key)) for number, header in enumerate(headers) for entry in header.tensors]
-    _check_index(files, tensors)
+    _check_index(source, tensors)
     _refuse_kinds(tensors, base)
     copies = tuple(tensor for tensor in tensors if tensor.parsed.kind is Kind.BASE_COPY)
     for tensor in tensors:
@@ -76,28 +118,43 @@ def make_plan(files: AdapterFolder, base: BaseShapes, limits: AdapterLimits) -> 
     facts = AdapterFacts(
         modules=MappingProxyType({key: _module_facts(pair) for key, pair in pairs.items()}),
         max_rank=max(_rank(pair.lora_a) for pair in pairs.values()),
-        size_bytes=sum(file.size for file in files.weights),
-        files=files.names,
+        size_bytes=sum(head.size for head in source.heads),
+        files=source.names,
         warnings=(*_warnings(config, base, pairs, copies), *warnings),
         base_copies=tuple(_copy_facts(tensor) for tensor in copies),
         chat_template=None,
         added_tokens=MappingProxyType({}),
     )
-    return Plan(headers, MappingProxyType(pairs), copies, facts)
+    return Plan(headers, _runs(tensors), MappingProxyType(pairs), copies, facts)
 
 
-def _check_index(files: AdapterFolder, tensors: list[PlannedTensor]) -> None:
+_kept_plan = lru_cache(maxsize=MAX_KEPT)(_make_plan)
+
+
+def _runs(tensors: Iterable[PlannedTensor]) -> tuple[Run, ...]:
+    runs: list[Run] = []
+    for tensor in sorted(tensors, key=lambda tensor: (tensor.file, tensor.entry.begin)):
+        begin, end = tensor.entry.begin, tensor.entry.end
+        kind = tensor.file, cast("Dtype", tensor.entry.dtype), tensor.parsed.kind in LORA_KINDS
+        if runs and (runs[-1].file, runs[-1].dtype, runs[-1].is_for_slots, runs[-1].end) == (*kind, begin):
+            begin = runs.pop().begin
+        runs.append(Run(*kind, begin, end))
+    return tuple(runs)
+
+
+def _check_index(source: _Source, tensors: list[PlannedTensor]) -> None:
     """Each key is in one file, and where there is an index in the one it tells."""
     places: dict[str, str] = {}
     for tensor in tensors:
-        key, name = tensor.entry.key, files.weights[tensor.file].name
+        key, name = tensor.entry.key, source.heads[tensor.file].name
         if key in places:
             raise refuse("index_invalid", problem=f"names {places[key]} and {name}, which both hold {shown(key)}")
         places[key] = name
-    if files.weight_map is None:
+    if source.index is None:
         return
-    for key in sorted(places.keys() | files.weight_map.keys()):
-        told, found = files.weight_map.get(key, "no file"), places.get(key, "no file")
+    weight_map = read_weight_map(source.index)
+    for key in sorted(places.keys() | weight_map.keys()):
+        told, found = weight_map.get(key, "no file"), places.get(key, "no file")
         if told != found:
             raise refuse("index_invalid", problem=f"names {told} for {shown(key)}, which is in {found}")
 

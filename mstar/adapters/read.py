@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import MappingProxyType
@@ -26,8 +26,8 @@ from mstar.adapters.catalogue import refuse, shown
 from mstar.adapters.facts import AdapterFacts, AdapterLimits, AdapterTensors, BaseCopy, Dtype, LoraPair, as_float32
 from mstar.adapters.files import CHUNK_BYTES, AdapterFile, frame, never, open_folder
 from mstar.adapters.keys import LORA_KINDS
-from mstar.adapters.plan import Plan, PlannedPair, PlannedTensor, make_plan
-from mstar.adapters.safetensors_header import Header
+from mstar.adapters.plan import Plan, PlannedPair, PlannedTensor, Run, make_plan
+from mstar.adapters.safetensors_header import Header, TensorEntry
 from mstar.errors import AdapterError
 
 ALIGNMENT = 64
@@ -122,12 +122,12 @@ class _Feed:
 
 def _tensors(plan: Plan, datas: Sequence[Buffer], limits: AdapterLimits, digest: str, cancelled: Cancelled) -> AdapterTensors:
     """Every tensor's values. Raises AdapterError for the first that cannot be served."""
-    views: dict[str, NDArray[Any]] = {}
-    for tensor in [*(tensor for pair in plan.pairs.values() for tensor in pair.tensors()), *plan.base_copies]:
-        if tensor.entry.key not in views:
-            views[tensor.entry.key] = _finite_view(tensor, datas[tensor.file], cancelled)
-            if tensor.parsed.kind in LORA_KINDS:
-                _check_range(tensor, views[tensor.entry.key], limits.slot_dtype, cancelled)
+    tensors = {tensor.entry.key: tensor for pair in plan.pairs.values() for tensor in pair.tensors()}
+    tensors |= {tensor.entry.key: tensor for tensor in plan.base_copies}
+    if not all(_are_fine(run, datas[run.file], limits.slot_dtype, cancelled) for run in plan.runs):
+        for tensor in tensors.values():
+            _check_values(tensor, datas[tensor.file], limits.slot_dtype, cancelled)
+    views = {key: _view(tensor.entry, datas[tensor.file]) for key, tensor in tensors.items()}
     return AdapterTensors(
         facts=plan.facts,
         digest=digest,
@@ -136,6 +136,16 @@ def _tensors(plan: Plan, datas: Sequence[Buffer], limits: AdapterLimits, digest:
             {copy.entry.key: BaseCopy(str(copy.parsed.module), views[copy.entry.key], _dtype(copy)) for copy in plan.base_copies}
         ),
     )
+
+
+def _are_fine(run: Run, data: Buffer, slot_dtype: Dtype, cancelled: Cancelled) -> bool:
+    """Whether all values are finite, also as slots hold them."""
+    values = data[run.begin : run.end].view(_NUMPY[run.dtype])
+    limit = _first_infinite(run.dtype, slot_dtype) if run.is_for_slots else None
+    for part in _parts(values, cancelled):
+        if not _all_finite(part, run.dtype) or (limit is not None and _largest(part, run.dtype) >= limit):
+            return False
+    return True
 
 
 def _read_data(file: AdapterFile, header: Header, hasher: _Feed, cancelled: Cancelled) -> Buffer:
@@ -159,34 +169,48 @@ def _read_data(file: AdapterFile, header: Header, hasher: _Feed, cancelled: Canc
     return data
 
 
-def _finite_view(tensor: PlannedTensor, data: Buffer, cancelled: Cancelled) -> NDArray[Any]:
-    """The tensor's values as a read-only view (a copy where the file has them at an odd place). Raises on a value that is not finite."""
-    entry = tensor.entry
+def _view(entry: TensorEntry, data: Buffer) -> NDArray[Any]:
+    """The tensor's values, read-only (a copy where the file has them at an odd place)."""
     values = data[entry.begin : entry.end].view(_NUMPY[entry.dtype]).reshape(entry.shape)
     if not values.flags.aligned:
         values = values.copy()
         values.flags.writeable = False
-    flat = values.reshape(-1)
-    for start in range(0, len(flat), CHECKED_AT_ONCE):
-        if cancelled():
-            raise refuse("cancelled")
-        if not _all_finite(flat[start : start + CHECKED_AT_ONCE], entry.dtype):
-            raise refuse("non_finite", key=shown(entry.key))
     return values
 
 
-def _check_range(tensor: PlannedTensor, values: NDArray[Any], slot_dtype: Dtype, cancelled: Cancelled) -> None:
-    """Raises where a value would become infinite in the slots' dtype."""
-    if slot_dtype == "F32" or tensor.entry.dtype not in _RANGES[slot_dtype][3]:
+def _check_values(tensor: PlannedTensor, data: Buffer, slot_dtype: Dtype, cancelled: Cancelled) -> None:
+    """Raises where a value is not finite, or one for a slot would not be in the slots' dtype."""
+    key, dtype = shown(tensor.entry.key), _dtype(tensor)
+    flat = _view(tensor.entry, data).reshape(-1)
+    if not all(_all_finite(part, dtype) for part in _parts(flat, cancelled)):
+        raise refuse("non_finite", key=key)
+    limit = _first_infinite(dtype, slot_dtype)
+    if limit is None or tensor.parsed.kind not in LORA_KINDS:
         return
-    name, largest, first_infinite, _ = _RANGES[slot_dtype]
-    flat = values.reshape(-1)
+    for part in _parts(flat, cancelled):
+        if (found := _largest(part, dtype)) >= limit:
+            name, largest = _RANGES[slot_dtype][:2]
+            raise refuse("overflow", key=key, value=f"{found:g}", dtype=name, largest=f"{largest:g}")
+
+
+def _parts(flat: NDArray[Any], cancelled: Cancelled) -> Iterator[NDArray[Any]]:
+    """`flat` in parts of a bounded size. Raises AdapterError `adapter_read_cancelled`."""
     for start in range(0, len(flat), CHECKED_AT_ONCE):
         if cancelled():
             raise refuse("cancelled")
-        found = float(np.abs(as_float32(flat[start : start + CHECKED_AT_ONCE], _dtype(tensor))).max())
-        if found >= first_infinite:
-            raise refuse("overflow", key=shown(tensor.entry.key), value=f"{found:g}", dtype=name, largest=f"{largest:g}")
+        yield flat[start : start + CHECKED_AT_ONCE]
+
+
+def _first_infinite(dtype: Dtype, slot_dtype: Dtype) -> float | None:
+    """From which number on a value becomes infinite in the slots' dtype; None where none does."""
+    _, _, first, wider = _RANGES.get(slot_dtype, ("", 0.0, 0.0, ()))
+    return first if dtype in wider else None
+
+
+def _largest(values: NDArray[Any], dtype: Dtype) -> float:
+    """The largest absolute value."""
+    found = as_float32(values, dtype)
+    return max(float(found.max()), -float(found.min()))
 
 
 def _all_finite(values: NDArray[Any], dtype: str) -> bool:

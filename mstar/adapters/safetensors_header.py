@@ -48,22 +48,22 @@ class Header:
     tensors: tuple[TensorEntry, ...]
 
 
+@dataclass(frozen=True)
+class Head:
+    """What a header is parsed from: the file's name and size, and its first bytes, the length and the JSON."""
+
+    name: str
+    size: int
+    raw: bytes
+
+
 def read_header(file: AdapterFile) -> Header:
     """Read and check the header of `file`. Raises AdapterError `adapter_file_invalid` with the reason."""
-    raw = _read_raw(file)
-    try:
-        entries = load_object(raw[8:])
-    except JsonProblem as error:
-        raise _invalid(file, f"has a header that {error}") from None
-    metadata = entries.pop("__metadata__", {})
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise _invalid(file, "has a `__metadata__` that is not a mapping of strings")
-    tensors = [_entry(file, key, entry) for key, entry in entries.items()]
-    _check_cover(file, tensors, file.size - len(raw))
-    return Header(raw, tuple(tensors))
+    return parse_header(read_head(file))
 
 
-def _read_raw(file: AdapterFile) -> bytes:
+def read_head(file: AdapterFile) -> Head:
+    """The bytes of the header, bounded. Raises AdapterError `adapter_file_invalid` where they cannot be one."""
     if file.size == 0:
         raise _invalid(file, "is empty")
     if file.size < 10:
@@ -78,24 +78,38 @@ def _read_raw(file: AdapterFile) -> bytes:
         raise _invalid(file, f"has a header of {length} bytes (at most {MAX_HEADER_BYTES} are read)")
     if start[8:] != b"{" or length < 2:
         raise _invalid(file, "is not safetensors: its header does not start with `{`")
-    return start + file.read(9, length - 1)
+    return Head(file.name, file.size, start + file.read(9, length - 1))
 
 
-def _entry(file: AdapterFile, key: str, entry: Any) -> TensorEntry:
+def parse_header(head: Head) -> Header:
+    """Check a header whole. Raises AdapterError `adapter_file_invalid` with the reason."""
+    try:
+        entries = load_object(head.raw[8:])
+    except JsonProblem as error:
+        raise _invalid(head, f"has a header that {error}") from None
+    metadata = entries.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise _invalid(head, "has a `__metadata__` that is not a mapping of strings")
+    tensors = [_entry(head, key, entry) for key, entry in entries.items()]
+    _check_cover(head, tensors, head.size - len(head.raw))
+    return Header(head.raw, tuple(tensors))
+
+
+def _entry(head: Head, key: str, entry: Any) -> TensorEntry:
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
-        raise _invalid(file, f"has a header entry {shown(key)} without exactly dtype, shape and data_offsets")
+        raise _invalid(head, f"has a header entry {shown(key)} without exactly dtype, shape and data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
         raise refuse("dtype", key=shown(key), dtype=shown(dtype))
     if not _are_sizes(shape) or len(shape) > MAX_DIMENSIONS:
-        raise _invalid(file, f"gives {shown(key)} the shape {shown(shape)}")
+        raise _invalid(head, f"gives {shown(key)} the shape {shown(shape)}")
     if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise _invalid(file, f"gives {shown(key)} the data_offsets {shown(offsets)}")
+        raise _invalid(head, f"gives {shown(key)} the data_offsets {shown(offsets)}")
     needed = ITEM_BYTES[dtype]
     for size in shape:
         needed *= size
     if needed > MAX_SIZE or needed != offsets[1] - offsets[0]:
-        raise _invalid(file, f"gives {shown(key)} {offsets[1] - offsets[0]} bytes, where {dtype} {list(shape)} needs {needed}")
+        raise _invalid(head, f"gives {shown(key)} {offsets[1] - offsets[0]} bytes, where {dtype} {list(shape)} needs {needed}")
     return TensorEntry(key, dtype, tuple(shape), offsets[0], offsets[1])
 
 
@@ -103,19 +117,19 @@ def _are_sizes(values: Any) -> bool:
     return isinstance(values, list) and all(type(value) is int and 0 <= value <= MAX_SIZE for value in values)
 
 
-def _check_cover(file: AdapterFile, tensors: list[TensorEntry], data_bytes: int) -> None:
+def _check_cover(head: Head, tensors: list[TensorEntry], data_bytes: int) -> None:
     """Together the tensors cover the data exactly once."""
     covered = 0
     for tensor in sorted(tensors, key=lambda item: (item.begin, item.end)):
         if tensor.begin != covered:
             problem = "overlaps the one before it" if tensor.begin < covered else "leaves a hole before it"
-            raise _invalid(file, f"has the tensor {shown(tensor.key)}, which {problem}")
+            raise _invalid(head, f"has the tensor {shown(tensor.key)}, which {problem}")
         covered = tensor.end
     if covered > data_bytes:
-        raise _invalid(file, f"is truncated: its tensors need {covered} bytes, it has {data_bytes}")
+        raise _invalid(head, f"is truncated: its tensors need {covered} bytes, it has {data_bytes}")
     if covered < data_bytes:
-        raise _invalid(file, f"has {data_bytes - covered} bytes after its last tensor")
+        raise _invalid(head, f"has {data_bytes - covered} bytes after its last tensor")
 
 
-def _invalid(file: AdapterFile, problem: str) -> AdapterError:
+def _invalid(file: AdapterFile | Head, problem: str) -> AdapterError:
     return refuse("file_invalid", file=file.name, problem=problem)

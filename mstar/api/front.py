@@ -17,6 +17,7 @@ from pathlib import Path
 
 import uvloop
 
+from mstar import memory
 from mstar.api.app import create_app
 from mstar.api.server import serve_app
 from mstar.api.text import TextProcessor
@@ -57,6 +58,7 @@ async def _serve(launch: FrontLaunch) -> None:
     conductor.use_tokens(text.token_id)
     await conductor.start()
     app = create_app(conductor, text, config, metrics)
+    memory.settle()
     stop, now = asyncio.Event(), asyncio.Event()
     _on_sigterm(conductor, stop, now, config.shutdown_timeout_s)
     sock = socket.socket(fileno=launch.listen_fd)

@@ -1,4 +1,4 @@
-"""Rotary positions through transformers' own frequency functions, computed for the step's positions alone.
+"""Rotary positions, scaled ones through transformers' own frequency functions, computed for the step's positions alone.
 
 No table over all positions is kept: a step needs one row per token, and making it costs a few small operators per step, not per layer.
 The rounding is transformers': angles in float32, cos and sin scaled, then cast to the model's dtype.
@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-from transformers.models.llama.configuration_llama import LlamaConfig
 
 from mstar.errors import ConfigError
 from mstar.models.arch import ModelArch
@@ -52,6 +50,10 @@ def _frequencies(arch: ModelArch) -> tuple[Tensor, float]:
     if arch.rope["rope_type"] == "default":
         exponents = torch.arange(0, arch.head_dim, 2, dtype=torch.float) / arch.head_dim
         return 1.0 / (arch.rope["rope_theta"] ** exponents), 1.0
+    # Here, since what they bring along (sympy, accelerate, …) takes 90 MB and half a second of every rank that needs none of it.
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+    from transformers.models.llama.configuration_llama import LlamaConfig
+
     config = LlamaConfig(
         hidden_size=arch.num_heads * arch.head_dim,
         num_attention_heads=arch.num_heads,

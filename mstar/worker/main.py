@@ -6,14 +6,13 @@ exit 3   a WorkerError or ProtocolError: the instance restarts        exit 1   a
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
-import gc
 import logging
 import os
 import signal
 import sys
 
+from mstar import memory
 from mstar.errors import ConfigError, MstarError, WorkerError
 from mstar.launch import RankLaunch, read_rank_launch
 from mstar.wire.front_rank import RankReady
@@ -61,7 +60,7 @@ def _run(launch: RankLaunch, tp_rank: int) -> None:
             io.put(CopyIn(name))
 
     rank = build_rank(launch, tp_rank, on_copy)
-    _settle_memory()
+    memory.settle()
     io = RankIo(tp_rank, launch.config, launch.front_endpoint, _ready(rank))
     epoch = rank.meeting.epoch
     _connect(rank, io)
@@ -78,15 +77,6 @@ def _run(launch: RankLaunch, tp_rank: int) -> None:
         io.close()
         if rank.pool is not None:
             rank.pool.close()
-
-
-def _settle_memory() -> None:
-    """What was built stays: the collector, which stops all threads, need not look at it again. What the build freed goes back."""
-    gc.collect()
-    gc.freeze()
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
-    if trim is not None:
-        trim(0)
 
 
 def _connect(rank: Rank, io: RankIo) -> None:

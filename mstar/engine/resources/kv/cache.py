@@ -7,9 +7,12 @@ either the row's own or finite: a masked score is 0, and 0 x NaN would be NaN.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
+
+from mstar.native.pages import HugePages
 
 
 class KvCache:
@@ -36,8 +39,8 @@ class KvCache:
         self.dtype = dtype
         self.device = torch.device(device)
         shape = (num_layers, num_pages + 1, block_size, num_kv_heads, head_dim)
-        self.k = torch.zeros(shape, dtype=dtype, device=device)
-        self.v = torch.zeros(shape, dtype=dtype, device=device)
+        self.k = _zeros(shape, dtype, self.device)
+        self.v = _zeros(shape, dtype, self.device)
 
     @property
     def zero_page(self) -> int:
@@ -56,3 +59,10 @@ class KvCache:
         index = torch.tensor(pages, dtype=torch.int64, device=self.device)
         self.k.index_fill_(1, index, 0)
         self.v.index_fill_(1, index, 0)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    pages = HugePages().take(math.prod(shape) * dtype.itemsize)
+    return pages.zero_().view(dtype).view(shape)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from mstar.engine.resources.lora.backends.base import LayerWeights
-from mstar.engine.resources.lora.host_copy import HostCopy, TargetCopy
+from mstar.engine.resources.lora.host_copy import HostCopy, TargetCopy, fresh_zeros
 from mstar.engine.resources.lora.spec import LoraSpec, LoraTarget
 
 
@@ -32,13 +32,13 @@ class SlotWeights:
         for target in spec.targets:
             layers = spec.layers_of(target)
             parts, in_size, out_size = len(target.parts), target.in_size(tp_rank), sum(target.out_sizes(tp_rank))
-            self._lora_a[target.name] = torch.zeros(layers, slots, parts, cap, in_size, dtype=dtype, device=device)
-            self._lora_b_t[target.name] = torch.zeros(layers, slots, cap, out_size, dtype=dtype, device=device)
+            self._lora_a[target.name] = _zeros((layers, slots, parts, cap, in_size), dtype, device)
+            self._lora_b_t[target.name] = _zeros((layers, slots, cap, out_size), dtype, device)
             self._scaling[target.name] = torch.zeros(layers, slots, parts, dtype=torch.float32, device=device)
             self._ranks[target.name] = torch.zeros(layers, slots, dtype=torch.int64, device=device)
-            self._scale[target.name] = torch.zeros(layers, slots, out_size, device=device)
+            self._scale[target.name] = _zeros((layers, slots, out_size), torch.float32, device)
             if target.has_bias and not (target.row_parallel and tp_rank):
-                self._offset[target.name] = torch.zeros(layers, slots, out_size, device=device)
+                self._offset[target.name] = _zeros((layers, slots, out_size), torch.float32, device)
         self._written = {target.name: [0] * slots for target in spec.targets}
         self._slot_rank = [0] * slots
         self._adjusts = [False] * slots
@@ -140,3 +140,8 @@ def _scale(source: TargetCopy, summed: torch.Tensor | None) -> torch.Tensor | No
         return None
     squares = source.dora.squares if summed is None else summed
     return (source.dora.magnitude / squares.sqrt()).float()
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """On a CPU memory that the system hands out when it is first written: ranks up to a cap that nobody uses take none."""
+    return fresh_zeros(shape, dtype) if device.type == "cpu" else torch.zeros(shape, dtype=dtype, device=device)
