@@ -1,4 +1,4 @@
-"""Memory for weights, in huge pages where the system has them: a decode step streams all of it, and each small page costs a look-up.
+"""Memory for weights and KV, in huge pages where the system has them: a step streams all of it, and each small page costs a look-up.
 
 Measured on 2 cores (Zen 4): 212 MB of linears stream in 5.6 ms from huge pages, in 8.2 ms from 4 KB ones.
 """
@@ -28,6 +28,14 @@ class HugePages:
             self._chunk = _map(max(padded, _CHUNK_BYTES))
         taken, self._chunk = self._chunk[:size_bytes], self._chunk[padded:]
         return taken
+
+
+def untouched(size_bytes: int) -> Tensor:
+    """`[size_bytes]` zeroed uint8, in small pages that take memory when they are first written: for what may stay unused in places."""
+    memory = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):
+        memory.madvise(mmap.MADV_NOHUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def _map(size_bytes: int) -> Tensor:

@@ -7,13 +7,15 @@ up to the largest in use, so an install zeroes what the last occupant wrote beyo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 
 from mstar.engine.resources.lora.backends.base import LayerWeights
-from mstar.engine.resources.lora.host_copy import HostCopy, TargetCopy, fresh_zeros
+from mstar.engine.resources.lora.host_copy import HostCopy, TargetCopy
 from mstar.engine.resources.lora.spec import LoraSpec, LoraTarget
+from mstar.native.pages import untouched
 
 
 class SlotWeights:
@@ -143,5 +145,10 @@ def _scale(source: TargetCopy, summed: torch.Tensor | None) -> torch.Tensor | No
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """On a CPU memory that the system hands out when it is first written: ranks up to a cap that nobody uses take none."""
-    return fresh_zeros(shape, dtype) if device.type == "cpu" else torch.zeros(shape, dtype=dtype, device=device)
+    """On a CPU, slots without an adapter and ranks up to a cap that nobody uses take no memory.
+
+    Not in huge pages: a slot's part of each layer is small, so the first install would zero one for every layer and target.
+    """
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return untouched(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
