@@ -9,8 +9,9 @@ import asyncio
 import logging
 import threading
 import time
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from mstar.adapters import AdapterLimits, BaseShapes, resolve_path
@@ -18,7 +19,9 @@ from mstar.adapters.examine import Examined, TokenId, examine
 from mstar.adapters.hub import HubId, Snapshot, fetch, parse_hub_id
 from mstar.config import ServeConfig
 from mstar.errors import AdapterError
+from mstar.threads import give_way
 
+CHECKS_AT_ONCE = 4
 FETCHES_AT_ONCE = 4
 REPORT_S = 5.0
 
@@ -42,16 +45,18 @@ class AdapterSources:
         self._max_lora_rank = config.max_lora_rank
         self._target_modules = config.lora_target_modules
         self._from_hub = config.enable_hub_adapters
+        self._threads = ThreadPoolExecutor(CHECKS_AT_ONCE, thread_name_prefix="check", initializer=give_way)  # hashing is work
         self._fetching = asyncio.Semaphore(FETCHES_AT_ONCE)
         self.token_id: TokenId | None = None
 
     async def find(self, path: str) -> Found:
         """The checked adapter that `path` names. Raises AdapterError: what `resolve_path`, `fetch` and `examine` refuse."""
-        place = await asyncio.to_thread(self._resolve, path)
+        run = partial(asyncio.get_running_loop().run_in_executor, self._threads)
+        place = await run(self._resolve, path)
         if isinstance(place, Path):
-            return await asyncio.to_thread(self._examine, place, self._roots)
+            return await run(self._examine, place, self._roots)
         snapshot = await self._fetch(place)
-        return await asyncio.to_thread(self._examine, snapshot.folder, (snapshot.place,))
+        return await run(self._examine, snapshot.folder, (snapshot.place,))
 
     def _resolve(self, path: str) -> Path | HubId:
         try:

@@ -9,11 +9,11 @@ that needs a copy waits; which read comes next and what its result means are the
 
 from __future__ import annotations
 
-import contextlib
-import os
 import threading
 from abc import ABC, abstractmethod
 from typing import Any, Protocol
+
+from mstar.threads import give_way
 
 
 class ReadSource(Protocol):
@@ -89,8 +89,7 @@ class ThreadReader(Reader):
         self._thread.join(timeout=1.0)
 
     def _run(self) -> None:
-        with contextlib.suppress(OSError, AttributeError):  # reads give way to steps; only Linux has a priority per thread
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
+        give_way()  # to steps
         while True:
             with self._source.lock:
                 task = None
