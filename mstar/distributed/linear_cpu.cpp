@@ -30,7 +30,7 @@ void columns(const uint32_t* weight, int64_t weight_groups, int64_t in, Rows x, 
   while (tokens > 0) {
     const int64_t rows = rows_at_once<groups>(tokens);
     alignas(64) float sums[kRowsAtOnce][groups * kLanes];
-    tile<T, groups>(rows, weight, weight_groups, whole, x, sums[0], groups * kLanes);
+    tile<T, groups>(rows, Packed{weight, weight_groups}, whole, x, sums[0], groups * kLanes);
     for (int64_t r = 0; r < rows; ++r) {
       for (int64_t g = 0; g < groups; ++g) {
         const int64_t first = g * kLanes, count = out - first;

@@ -1,6 +1,6 @@
 // The product that all kernels share: a few rows times a few groups of 16 columns, over the whole depth, in registers.
 //
-//     weight  [steps] [groups] [16 columns] [one step]      a step is one float, or two bfloat16 side by side: 64 bytes a group
+//     weight  at(step, group) -> [16 columns] [one step]    a step is one float, or two bfloat16 side by side: 64 bytes a group
 //     x       [rows] [steps]
 //     out     [rows] [groups * 16] = sum over the steps, in order, in float32
 //
@@ -63,16 +63,21 @@ inline vuint load_words_some(const uint32_t* from, int64_t count) {
   return load_words(lanes);
 }
 
+struct Packed {  // [steps] [groups] [16 columns]
+  const uint32_t* first;
+  int64_t groups;
+  const uint32_t* at(int64_t step, int64_t group) const { return first + (step * groups + group) * kLanes; }
+};
+
 // Its own function: inlined into a larger one, the sums end up on the stack.
-template <typename T, int groups, int rows>
-__attribute__((noinline)) void tile(const uint32_t* weight, int64_t weight_groups, int64_t steps, const Rows& x, float* out,
-                                    int64_t out_stride) {
+template <typename T, int groups, int rows, typename Weight>
+__attribute__((noinline)) void tile(Weight weight, int64_t steps, const Rows& x, float* out, int64_t out_stride) {
   vfloat sums[rows][groups];
   for (int r = 0; r < rows; ++r)
     for (int g = 0; g < groups; ++g) sums[r][g] = all(0);
   for (int64_t step = 0; step < steps; ++step) {
     vuint weights[groups];
-    for (int g = 0; g < groups; ++g) weights[g] = load_words(weight + (step * weight_groups + g) * kLanes);
+    for (int g = 0; g < groups; ++g) weights[g] = load_words(weight.at(step, g));
     for (int r = 0; r < rows; ++r) {
       uint32_t value;
       std::memcpy(&value, x[r] + step * 4, 4);
@@ -90,12 +95,12 @@ inline int64_t rows_at_once(int64_t rows) {
   return rows > 2 * most ? most : rows > most ? (rows + 1) / 2 : rows;
 }
 
-template <typename T, int groups>
-inline void tile(int64_t rows, const uint32_t* weight, int64_t weight_groups, int64_t steps, const Rows& x, float* out, int64_t out_stride) {
+template <typename T, int groups, typename Weight>
+inline void tile(int64_t rows, Weight weight, int64_t steps, const Rows& x, float* out, int64_t out_stride) {
   switch (rows) {
-#define MSTAR_TILE(n)                                                                                                         \
-  case n:                                                                                                                     \
-    if constexpr (n <= kRowsAtOnce && n * groups <= kSumsAtOnce) tile<T, groups, n>(weight, weight_groups, steps, x, out, out_stride); \
+#define MSTAR_TILE(n)                                                                                                     \
+  case n:                                                                                                                 \
+    if constexpr (n <= kRowsAtOnce && n * groups <= kSumsAtOnce) tile<T, groups, n>(weight, steps, x, out, out_stride); \
     break;
     MSTAR_TILE(1) MSTAR_TILE(2) MSTAR_TILE(3) MSTAR_TILE(4) MSTAR_TILE(5) MSTAR_TILE(6) MSTAR_TILE(7) MSTAR_TILE(8)
 #undef MSTAR_TILE

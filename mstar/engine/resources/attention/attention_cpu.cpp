@@ -1,7 +1,14 @@
 // Causal attention over paged keys and values on a CPU, without gathering them: decode rows and prefill chunks in one call.
 //
 //     item     (row, KV head, up to 32 of the queries that read it)     a query is one token and one query head
-//     chunk    128 positions, counted from the row's first: keys are turned and values interleaved into what `tile` streams
+//     chunk    128 positions, counted from the row's first, in units of 16
+//     unit     what `tile` streams: keys as columns, values with two keys side by side where a step is two
+//
+//              keys    [head dims / step] [16 keys] [one step]
+//              values  [16 / step] [head dims] [one step]
+//
+// Pages hold such units, per KV head, where their sizes divide by 16; else keys and values lie as they come, and units are made of them
+// anew in every step. A value's unit is zeroed when its first position is written, so that no stale number meets a weight of 0.
 //
 //       scores = q K^T     tile: columns are keys, steps are head dims
 //       p = e^(score - most of the chunk), 0 where the query does not see the key
@@ -10,7 +17,7 @@
 //
 // Sums are float32; p is rounded to the storage type before p V. A query's result is a function of its own row alone, whatever tile it
 // rides in: the chunks lie at fixed positions. Where there are few items, the chunks of an item are shared out and
-// merged afterwards in the same order, so to the same bits. Only positions that the row has written are ever read.
+// merged afterwards in the same order, so to the same bits. Only positions that the row has written ever count.
 #include <cstdlib>
 #include <vector>
 
@@ -21,7 +28,7 @@ using namespace mstar;
 extern "C" {
 
 struct Attention {  // of one rank
-  void* k;          // [layers, pages, block, kv_heads, head_dim]
+  void* k;          // [layers, pages, kv_heads, block / 16] units, or [layers, pages, block, kv_heads, head_dim]
   void* v;
   const int64_t* first_query;  // [kv_heads + 1]: the query heads that read each KV head
   const int64_t* windows;      // [layers]: positions that a token sees, itself included; 0 is all
@@ -45,8 +52,9 @@ struct Heads {  // q [T, query heads, head_dim], or k or v: strides in elements,
 
 namespace {
 
-constexpr int64_t kChunk = 128, kQueries = 32;
-constexpr int64_t kChunkGroups = kChunk / kLanes;
+constexpr int64_t kChunk = 128, kQueries = 32, kUnit = kLanes;
+constexpr int64_t kUnits = kChunk / kUnit;  // of a chunk
+constexpr int kFew = 4;                     // groups at once where there are few rows
 
 struct Item {
   int64_t row, kv_head, first_token;      // first_token: the row's first in the step
@@ -64,6 +72,21 @@ struct View {
   const T* at(int64_t token, int64_t head) const { return data + token * token_stride + head * head_stride; }
 };
 
+struct Keys {  // a group is a unit
+  const uint32_t* const* units;
+  const uint32_t* at(int64_t step, int64_t group) const { return units[group] + step * kLanes; }
+};
+
+template <typename T>
+struct Values {  // a group is 16 head dims
+  const uint32_t* const* units;
+  int64_t width;
+  const uint32_t* at(int64_t step, int64_t group) const {
+    constexpr int64_t steps = kUnit / kInStep<T>;
+    return units[step / steps] + step % steps * width + group * kLanes;
+  }
+};
+
 // What one chunk gives its queries, and what all chunks up to it give: sums are kept by lane until the end.
 struct Partial {
   float* out;   // [queries, padded head dims]
@@ -76,7 +99,7 @@ struct Partial {
 template <typename T>
 struct Scratch {  // of one thread
   std::vector<T> q;        // [queries, head dims, padded to a step]
-  std::vector<uint32_t> k, v;
+  std::vector<uint32_t> k, v;  // units that were made
   std::vector<float> scores, partials;
   std::vector<T> p;  // [queries, kChunk]
   int64_t places[kChunk];  // of the chunk's keys, in elements from the layer's first
@@ -115,7 +138,8 @@ class Step {
  public:
   Step(const Attention& attention, const AttentionRows& rows, int64_t layer, const Heads& q, const Heads& k, const Heads& v, T* out)
       : a_(attention), rows_(rows), q_(q), k_(k), v_(v), out_(out), window_(attention.windows[layer]), dim_(attention.head_dim),
-        width_(padded(attention.head_dim)), num_heads_(attention.first_query[attention.kv_heads]) {
+        width_(padded(attention.head_dim)), num_heads_(attention.first_query[attention.kv_heads]),
+        holds_units_(attention.block % kUnit == 0 && attention.head_dim % kLanes == 0) {
     const int64_t layer_size = a_.pages * a_.block * a_.kv_heads * dim_;
     keys_ = static_cast<T*>(a_.k) + layer * layer_size;
     values_ = static_cast<T*>(a_.v) + layer * layer_size;
@@ -191,17 +215,25 @@ class Step {
   Scratch<T>& own_scratch() const {
     static thread_local Scratch<T> scratch;
     scratch.q.resize(kQueries * steps_of<T>(dim_) * kInStep<T>);
-    scratch.k.resize(steps_of<T>(dim_) * kChunk);
-    scratch.v.resize(steps_of<T>(kChunk) * width_);
+    if (!holds_units_) scratch.k.resize(steps_of<T>(dim_) * kChunk);
+    if (!holds_units_) scratch.v.resize(steps_of<T>(kChunk) * width_);
     scratch.scores.resize(kQueries * kChunk);
     scratch.p.resize(kQueries * kChunk);
     scratch.partials.resize(2 * Partial::floats(kQueries, width_));
     return scratch;
   }
 
+  int64_t page(int64_t row, int64_t position) const { return rows_.table[row * rows_.width + position / a_.block]; }
+
+  // Where pages hold units: that of 16 positions, in elements from the layer's first.
+  int64_t unit(int64_t row, int64_t position, int64_t kv_head) const {
+    const int64_t before = page(row, position) * a_.kv_heads + kv_head;
+    return (before * (a_.block / kUnit) + position % a_.block / kUnit) * kUnit * dim_;
+  }
+
+  // Where they do not: that of one position.
   int64_t slot(int64_t row, int64_t position, int64_t kv_head) const {
-    const int64_t page = rows_.table[row * rows_.width + position / a_.block];
-    return ((page * a_.block + position % a_.block) * a_.kv_heads + kv_head) * dim_;
+    return ((page(row, position) * a_.block + position % a_.block) * a_.kv_heads + kv_head) * dim_;
   }
 
   void find_keys(const Item& item, int64_t first, int64_t count, int64_t* places) const {
@@ -218,12 +250,27 @@ class Step {
     int64_t token = 0;
     for (int64_t before = 0; before < row; ++before) token += rows_.counts[before];
     for (int64_t i = 0; i < rows_.counts[row]; ++i) {
+      const int64_t position = rows_.starts[row] + i;
       for (int64_t head = 0; head < a_.kv_heads; ++head) {
-        const int64_t to = slot(row, rows_.starts[row] + i, head);
-        std::memcpy(keys_ + to, k_.at(token + i, head), dim_ * sizeof(T));
-        std::memcpy(values_ + to, v_.at(token + i, head), dim_ * sizeof(T));
+        const T *key = k_.at(token + i, head), *value = v_.at(token + i, head);
+        if (holds_units_) {
+          write_to_unit(key, value, unit(row, position, head), position % kUnit);
+        } else {
+          const int64_t to = slot(row, position, head);
+          std::memcpy(keys_ + to, key, dim_ * sizeof(T));
+          std::memcpy(values_ + to, value, dim_ * sizeof(T));
+        }
       }
     }
+  }
+
+  void write_to_unit(const T* key, const T* value, int64_t to, int64_t lane) {
+    constexpr int64_t in_step = kInStep<T>;
+    T *keys = keys_ + to, *values = values_ + to;
+    if (lane == 0) std::memset(values, 0, kUnit * dim_ * sizeof(T));
+    for (int64_t dim = 0; dim < dim_; dim += in_step) std::memcpy(keys + dim * kUnit + lane * in_step, key + dim, in_step * sizeof(T));
+    T* const line = values + lane / in_step * in_step * dim_ + lane % in_step;
+    for (int64_t dim = 0; dim < dim_; ++dim) line[dim * in_step] = value[dim];
   }
 
   void load_queries(const Item& item, Scratch<T>& scratch) const {
@@ -234,25 +281,40 @@ class Step {
     }
   }
 
-  // Keys as columns: [steps of the head dims] [keys].
-  void turn_keys(const int64_t* places, int64_t count, uint32_t* to) const {
-    const int64_t steps = dim_ / kInStep<T>;
-    for (int64_t key = 0; key < count; key += kLanes) {
-      const uint32_t* from[kLanes];
-      for (int64_t lane = 0; lane < kLanes; ++lane)
-        from[lane] = key + lane < count ? reinterpret_cast<const uint32_t*>(keys_ + places[key + lane]) : nullptr;
-      for (int64_t step = 0; step < steps; step += kLanes) {
-        vuint rows[kLanes];
-        for (int64_t lane = 0; lane < kLanes; ++lane) {
-          rows[lane] = from[lane] == nullptr ? vuint{} : load_words_some(from[lane] + step, steps - step);
-        }
-        transpose(rows);
-        for (int64_t i = 0; i < kLanes && step + i < steps; ++i) std::memcpy(to + (step + i) * kChunk + key, &rows[i], sizeof(vuint));
-      }
+  void find_units(const Item& item, int64_t first, int64_t count, const uint32_t** keys, const uint32_t** values) const {
+    for (int64_t key = 0; key < count; key += kUnit) {
+      const int64_t at = unit(item.row, first + key, item.kv_head);
+      *keys++ = reinterpret_cast<const uint32_t*>(keys_ + at);
+      *values++ = reinterpret_cast<const uint32_t*>(values_ + at);
     }
   }
 
-  // Values as they are, two keys interleaved where a step is two: [steps of the keys] [padded head dims].
+  void make_units(const Item& item, int64_t first, int64_t count, Scratch<T>& scratch, const uint32_t** keys, const uint32_t** values) const {
+    find_keys(item, first, count, scratch.places);
+    uint32_t *k = scratch.k.data(), *v = scratch.v.data();
+    for (int64_t key = 0; key < count; key += kUnit, k += steps_of<T>(dim_) * kUnit, v += kUnit / kInStep<T> * width_) {
+      const int64_t some = count - key < kUnit ? count - key : kUnit;
+      turn_keys(scratch.places + key, some, k);
+      interleave_values(scratch.places + key, some, v);
+      *keys++ = k;
+      *values++ = v;
+    }
+  }
+
+  void turn_keys(const int64_t* places, int64_t count, uint32_t* to) const {
+    const int64_t steps = dim_ / kInStep<T>;
+    const uint32_t* from[kLanes];
+    for (int64_t lane = 0; lane < kLanes; ++lane) from[lane] = lane < count ? reinterpret_cast<const uint32_t*>(keys_ + places[lane]) : nullptr;
+    for (int64_t step = 0; step < steps; step += kLanes) {
+      vuint rows[kLanes];
+      for (int64_t lane = 0; lane < kLanes; ++lane) {
+        rows[lane] = from[lane] == nullptr ? vuint{} : load_words_some(from[lane] + step, steps - step);
+      }
+      transpose(rows);
+      for (int64_t i = 0; i < kLanes && step + i < steps; ++i) std::memcpy(to + (step + i) * kLanes, &rows[i], sizeof(vuint));
+    }
+  }
+
   void interleave_values(const int64_t* places, int64_t count, uint32_t* to) const {
     for (int64_t key = 0; key < count; key += kInStep<T>, to += width_) {
       const T* even = values_ + places[key];
@@ -267,32 +329,37 @@ class Step {
 
   void attend(const Item& item, int64_t chunk, Scratch<T>& scratch, const Partial& part) const {
     const int64_t first = chunk * kChunk, count = item.positions - first < kChunk ? item.positions - first : kChunk;
-    find_keys(item, first, count, scratch.places);
-    turn_keys(scratch.places, count, scratch.k.data());
-    interleave_values(scratch.places, count, scratch.v.data());
-    char* q = reinterpret_cast<char*>(scratch.q.data());
+    const uint32_t *keys[kUnits], *values[kUnits];
+    if (holds_units_)
+      find_units(item, first, count, keys, values);
+    else
+      make_units(item, first, count, scratch, keys, values);
     float* scores = scratch.scores.data();
-    const int64_t groups = (count + kLanes - 1) / kLanes, size = sizeof(T);
-    products<2>(item.queries, scratch.k.data(), kChunkGroups, groups, dim_ / kInStep<T>, {q, dim_ * size}, scores, kChunk);
-    for (int64_t i = 0; i < item.queries; ++i) soften(item, i, first, groups, scores + i * kChunk, &scratch.p[i * kChunk], part);
-    const Rows p{reinterpret_cast<char*>(scratch.p.data()), kChunk * size};
-    products<4>(item.queries, scratch.v.data(), width_ / kLanes, width_ / kLanes, steps_of<T>(count), p, part.out, width_);
-  }
-
-  template <int at_once>
-  static void products(int64_t rows, const uint32_t* weight, int64_t weight_groups, int64_t groups, int64_t steps, const Rows& x,
-                       float* out, int64_t out_stride) {
-    constexpr int most = at_once <= kSumsAtOnce ? at_once : 1;
-    int64_t group = 0;
-    for (; group + most <= groups; group += most) block<most>(rows, weight + group * kLanes, weight_groups, steps, x, out + group * kLanes, out_stride);
-    for (; group < groups; ++group) block<1>(rows, weight + group * kLanes, weight_groups, steps, x, out + group * kLanes, out_stride);
+    const int64_t units = (count + kUnit - 1) / kUnit, size = sizeof(T);
+    const Rows q{reinterpret_cast<char*>(scratch.q.data()), dim_ * size}, p{reinterpret_cast<char*>(scratch.p.data()), kChunk * size};
+    int64_t at = 0;
+    for (; kFew <= kSumsAtOnce && at + kFew <= units && item.queries <= kSumsAtOnce / kFew; at += kFew)
+      product<kFew>(item.queries, Keys{keys + at}, dim_ / kInStep<T>, q, scores + at * kUnit, kChunk);
+    for (; at + 2 <= units; at += 2) product<2>(item.queries, Keys{keys + at}, dim_ / kInStep<T>, q, scores + at * kUnit, kChunk);
+    for (; at < units; ++at) product<1>(item.queries, Keys{keys + at}, dim_ / kInStep<T>, q, scores + at * kUnit, kChunk);
+    for (int64_t i = 0; i < item.queries; ++i) soften(item, i, first, units, scores + i * kChunk, &scratch.p[i * kChunk], part);
+    int64_t dim = 0;
+    for (; kFew <= kSumsAtOnce && dim + kFew * kLanes <= width_; dim += kFew * kLanes) weigh<kFew>(item.queries, values, dim, count, p, part.out);
+    for (; dim < width_; dim += kLanes) weigh<1>(item.queries, values, dim, count, p, part.out);
   }
 
   template <int groups>
-  static void block(int64_t rows, const uint32_t* weight, int64_t weight_groups, int64_t steps, Rows x, float* out, int64_t out_stride) {
+  void weigh(int64_t queries, const uint32_t** values, int64_t dim, int64_t count, const Rows& p, float* out) const {
+    const uint32_t* units[kUnits];
+    for (int64_t i = 0; i * kUnit < count; ++i) units[i] = values[i] + dim;
+    product<groups>(queries, Values<T>{units, width_}, steps_of<T>(count), p, out + dim, width_);
+  }
+
+  template <int groups, typename Weight>
+  static void product(int64_t rows, Weight weight, int64_t steps, Rows x, float* out, int64_t out_stride) {
     while (rows > 0) {
       const int64_t some = rows_at_once<groups>(rows);
-      tile<T, groups>(some, weight, weight_groups, steps, x, out, out_stride);
+      tile<T, groups>(some, weight, steps, x, out, out_stride);
       x.first = x[some];
       out += some * out_stride;
       rows -= some;
@@ -358,6 +425,7 @@ class Step {
   T* keys_;
   T* values_;
   const int64_t window_, dim_, width_, num_heads_;
+  const bool holds_units_;
 };
 
 }  // namespace
