@@ -15,7 +15,7 @@ import torch
 from mstar.engine.resources.lora.backends.base import LayerWeights
 from mstar.engine.resources.lora.host_copy import HostCopy, TargetCopy
 from mstar.engine.resources.lora.spec import LoraSpec, LoraTarget
-from mstar.native.pages import untouched
+from mstar.native.pages import HugePages, untouched
 
 
 class SlotWeights:
@@ -31,16 +31,18 @@ class SlotWeights:
         self._ranks: dict[str, torch.Tensor] = {}
         self._scale: dict[str, torch.Tensor] = {}
         self._offset: dict[str, torch.Tensor] = {}
+        sizes = {target.name: (len(target.parts), target.in_size(tp_rank), sum(target.out_sizes(tp_rank))) for target in spec.targets}
+        row_size = sum(spec.layers_of(target) * (parts * a + b) for target, (parts, a, b) in zip(spec.targets, sizes.values(), strict=True))
+        pairs = _Pairs(slots, cap, row_size, dtype, device)
         for target in spec.targets:
             layers = spec.layers_of(target)
-            parts, in_size, out_size = len(target.parts), target.in_size(tp_rank), sum(target.out_sizes(tp_rank))
-            self._lora_a[target.name] = _zeros((layers, slots, parts, cap, in_size), dtype, device)
-            self._lora_b_t[target.name] = _zeros((layers, slots, cap, out_size), dtype, device)
+            parts, in_size, out_size = sizes[target.name]
+            self._lora_a[target.name], self._lora_b_t[target.name] = pairs.take(layers, parts, in_size, out_size)
             self._scaling[target.name] = torch.zeros(layers, slots, parts, dtype=torch.float32, device=device)
             self._ranks[target.name] = torch.zeros(layers, slots, dtype=torch.int64, device=device)
-            self._scale[target.name] = _zeros((layers, slots, out_size), torch.float32, device)
+            self._scale[target.name] = pairs.beside(layers, out_size)
             if target.has_bias and not (target.row_parallel and tp_rank):
-                self._offset[target.name] = _zeros((layers, slots, out_size), torch.float32, device)
+                self._offset[target.name] = pairs.beside(layers, out_size)
         self._written = {target.name: [0] * slots for target in spec.targets}
         self._slot_rank = [0] * slots
         self._adjusts = [False] * slots
@@ -144,11 +146,35 @@ def _scale(source: TargetCopy, summed: torch.Tensor | None) -> torch.Tensor | No
     return (source.dora.magnitude / squares.sqrt()).float()
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """On a CPU, slots without an adapter and ranks up to a cap that nobody uses take no memory.
+class _Pairs:
+    """Hands out A and B of one target after another, zeroed.
 
-    Not in huge pages: a slot's part of each layer is small, so the first install would zero one for every layer and target.
+    On a CPU by slot, and in a slot by row of the rank, all targets and layers of one row together: an adapter takes memory up to its own
+    rank whatever the cap, a slot without one takes none, and all of it lies in few huge pages.
     """
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    return untouched(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
+
+    def __init__(self, slots: int, cap: int, row_size: int, dtype: torch.dtype, device: torch.device) -> None:
+        """`row_size`: elements that all targets need for one row."""
+        self._slots, self._cap, self._row_size = slots, cap, row_size
+        self._dtype, self._device = dtype, device
+        self._taken = 0
+        size_bytes = slots * cap * row_size * dtype.itemsize
+        self._memory = HugePages().take(size_bytes).view(dtype) if device.type == "cpu" else None
+
+    def take(self, layers: int, parts: int, in_size: int, out_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """`[layers, slots, parts, cap, in]` and `[layers, slots, cap, out]`."""
+        shape_a, shape_b = (layers, self._slots, parts, self._cap, in_size), (layers, self._slots, self._cap, out_size)
+        if self._memory is None:
+            lora_a, lora_b_t = (torch.zeros(shape, dtype=self._dtype, device=self._device) for shape in (shape_a, shape_b))
+            return lora_a, lora_b_t
+        row, slot, first = self._row_size, self._cap * self._row_size, self._memory.storage_offset() + self._taken
+        self._taken += layers * (parts * in_size + out_size)
+        lora_a = self._memory.as_strided(shape_a, (parts * in_size, slot, in_size, row, 1), first)
+        return lora_a, self._memory.as_strided(shape_b, (out_size, slot, row, 1), first + layers * parts * in_size)
+
+    def beside(self, layers: int, out_size: int) -> torch.Tensor:
+        """`[layers, slots, out]` float32 for what few adapters have: on a CPU it takes memory when it is first written."""
+        shape = (layers, self._slots, out_size)
+        if self._memory is None:
+            return torch.zeros(shape, device=self._device)
+        return untouched(math.prod(shape) * torch.float32.itemsize).view(torch.float32).view(shape)

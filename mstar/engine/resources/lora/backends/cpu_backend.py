@@ -23,10 +23,9 @@ class _Target(ctypes.Structure):
         ("lora_a", ctypes.c_void_p),
         ("lora_b_t", ctypes.c_void_p),
         ("scaling", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("a_slot", "a_part", "a_row", "b_slot", "b_row")),
         ("parts", ctypes.c_int64),
-        ("cap", ctypes.c_int64),
         ("in_size", ctypes.c_int64),
-        ("out_size", ctypes.c_int64),
         ("out_sizes", ctypes.c_int64 * MAX_PARTS),
         ("is_bf16", ctypes.c_int64),
     )
@@ -123,16 +122,19 @@ class CpuLoraBackend(LoraBackend):
         known = self._targets.get(id(weights))
         if known is not None:
             return known[2]
-        _, parts, cap, in_size = weights.lora_a.shape
+        _, parts, _, in_size = weights.lora_a.shape
+        *a_strides, a_inner = weights.lora_a.stride()
+        *b_strides, b_inner = weights.lora_b_t.stride()
+        assert a_inner == b_inner == 1
         sizes: Any = (ctypes.c_int64 * MAX_PARTS)(*weights.out_sizes)
         native = _Target(
             weights.lora_a.data_ptr(),
             weights.lora_b_t.data_ptr(),
             weights.scaling.data_ptr(),
+            *a_strides,
+            *b_strides,
             parts,
-            cap,
             in_size,
-            weights.lora_b_t.shape[2],
             sizes,
             int(weights.lora_a.dtype == torch.bfloat16),
         )

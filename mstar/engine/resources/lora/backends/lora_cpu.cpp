@@ -25,10 +25,11 @@ constexpr int kMaxParts = 8;
 extern "C" {
 
 struct LoraTarget {
-  const void* lora_a;    // [slots, parts, cap, in]
-  const void* lora_b_t;  // [slots, cap, out]
+  const void* lora_a;    // [slots, parts, rows, in]
+  const void* lora_b_t;  // [slots, rows, out]
   const float* scaling;  // [slots, parts]
-  int64_t parts, cap, in, out;
+  int64_t a_slot, a_part, a_row, b_slot, b_row;  // from one to the next, in elements; what lies side by side are inputs and outputs
+  int64_t parts, in;
   int64_t out_sizes[kMaxParts];
   int64_t is_bf16;
 };
@@ -58,10 +59,10 @@ inline vuint load_part(const T* from, int64_t count) {
 
 // Its own function: inlined into a larger one, the sums end up on the stack.
 template <typename T, int tokens>
-__attribute__((noinline)) void dots(const T* a, int64_t rows, int64_t in, const T* const* x, float scaling, float* h, int64_t h_stride) {
+__attribute__((noinline)) void dots(const T* a, int64_t a_row, int64_t rows, int64_t in, const T* const* x, float scaling, float* h, int64_t h_stride) {
   constexpr int64_t step = kLanes * kInStep<T>;
   const T *weight_rows[kRows], *token_rows[tokens];
-  for (int r = 0; r < kRows; ++r) weight_rows[r] = a + (r < rows ? r : 0) * in;
+  for (int r = 0; r < kRows; ++r) weight_rows[r] = a + (r < rows ? r : 0) * a_row;
   for (int i = 0; i < tokens; ++i) token_rows[i] = x[i];
   vfloat sums[tokens][kRows];
   for (int i = 0; i < tokens; ++i)
@@ -87,7 +88,7 @@ void shrink(const LoraTarget& target, const LoraPlan& plan, int64_t segment, int
   const int64_t rank = plan.ranks[segment], slot = plan.slots[segment], in = target.in;
   const int64_t part = first_row / rank, row = first_row % rank;
   const int64_t rows = rank - row < kRows ? rank - row : kRows;
-  const T* a = static_cast<const T*>(target.lora_a) + ((slot * target.parts + part) * target.cap + row) * in;
+  const T* a = static_cast<const T*>(target.lora_a) + slot * target.a_slot + part * target.a_part + row * target.a_row;
   const float scaling = target.scaling[slot * target.parts + part];
   const int64_t* tokens = plan.tokens + plan.starts[segment];
   float* h = plan.scratch + plan.starts[segment] * plan.width + first_row;
@@ -95,11 +96,11 @@ void shrink(const LoraTarget& target, const LoraPlan& plan, int64_t segment, int
   const T* at[kTile];
   for (; first + kTile <= plan.counts[segment]; first += kTile) {
     for (int i = 0; i < kTile; ++i) at[i] = x + tokens[first + i] * x_stride;
-    dots<T, kTile>(a, rows, in, at, scaling, h + first * plan.width, plan.width);
+    dots<T, kTile>(a, target.a_row, rows, in, at, scaling, h + first * plan.width, plan.width);
   }
   for (; first < plan.counts[segment]; ++first) {
     at[0] = x + tokens[first] * x_stride;
-    dots<T, 1>(a, rows, in, at, scaling, h + first * plan.width, plan.width);
+    dots<T, 1>(a, target.a_row, rows, in, at, scaling, h + first * plan.width, plan.width);
   }
 }
 
@@ -134,18 +135,18 @@ template <typename T>
 void expand(const LoraTarget& target, const LoraPlan& plan, int64_t segment, int64_t part, int64_t column, int64_t columns, T* y,
             int64_t y_stride) {
   const int64_t rank = plan.ranks[segment], slot = plan.slots[segment];
-  const T* b = static_cast<const T*>(target.lora_b_t) + slot * target.cap * target.out + column;
+  const T* b = static_cast<const T*>(target.lora_b_t) + slot * target.b_slot + column;
   const int64_t* tokens = plan.tokens + plan.starts[segment];
   const float* h = plan.scratch + plan.starts[segment] * plan.width + part * rank;
   int64_t first = 0;
   T* at[kTile];
   for (; first + kTile <= plan.counts[segment]; first += kTile) {
     for (int i = 0; i < kTile; ++i) at[i] = y + tokens[first + i] * y_stride + column;
-    add_products<T, kTile>(b, target.out, rank, h + first * plan.width, plan.width, columns, at);
+    add_products<T, kTile>(b, target.b_row, rank, h + first * plan.width, plan.width, columns, at);
   }
   for (; first < plan.counts[segment]; ++first) {
     at[0] = y + tokens[first] * y_stride + column;
-    add_products<T, 1>(b, target.out, rank, h + first * plan.width, plan.width, columns, at);
+    add_products<T, 1>(b, target.b_row, rank, h + first * plan.width, plan.width, columns, at);
   }
 }
 
