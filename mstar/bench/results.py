@@ -122,7 +122,7 @@ Result = ServeResult | SuiteResult
 
 
 def command_line(argv: Sequence[str]) -> str:
-    """The command as it could be typed again, without the API key."""
+    """The command as it could be typed again: without the API key, and of a whole path the last part, for it is read on other machines."""
     program = Path(argv[0]).name
     shown = ["python", "-m", "mstar.bench"] if program == "__main__.py" else [program]
     for before, argument in pairwise(argv):
@@ -130,7 +130,8 @@ def command_line(argv: Sequence[str]) -> str:
             argument = "REDACTED"
         elif argument.startswith("--api-key="):
             argument = "--api-key=REDACTED"
-        shown.append(argument)
+        option, equals, value = argument.rpartition("=") if argument.startswith("--") else ("", "", argument)
+        shown.append(f"{option}{equals}{Path(value).name}" if Path(value).is_absolute() else argument)
     return shlex.join(shown)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import errno
 import hashlib
 import os
@@ -253,3 +254,26 @@ def test_c79_neither_torch_nor_a_pickle_reader_is_in_the_package() -> None:
                 assert node.attr not in {"load", "memmap", "fromfile", "mmap"}, (source.name, node.attr)
     assert imported - set(sys.stdlib_module_names) == {"numpy", "mstar"}
     assert not imported & {"pickle", "mmap", "shelve", "marshal", "zipfile"}
+
+
+def test_plans_that_are_kept_are_those_of_the_same_config_header_base_and_cap_alone(tmp_path: Path) -> None:
+    first, other = (hand_folder(tmp_path / name, pair(0) | pair(1), lora_alpha=alpha) for name, alpha in (("first", 8), ("other", 16)))
+    moved = hand_folder(tmp_path / "moved", pair(0) | pair(1, "self_attn.k_proj"))
+    for _ in range(2):  # the second time from what is kept
+        scalings = [{pair.scaling for pair in read_adapter(folder, BASE, limits()).pairs.values()} for folder in (first, other)]
+        assert scalings == [{2.0}, {4.0}]
+        assert (1, "self_attn.k_proj") in read_adapter(moved, BASE, limits()).pairs
+        assert code(lambda: read_adapter(first, BASE, limits(max_lora_rank=3))) == "adapter_rank_too_large"
+        assert code(lambda: read_adapter(first, dataclasses.replace(BASE, num_layers=1), limits())) == "adapter_layer_out_of_range"
+
+
+@pytest.mark.parametrize("bad", [0, 5, 11])
+def test_one_bad_value_among_many_tensors_is_found_and_named_wherever_it_is(bad: int, tmp_path: Path) -> None:
+    tensors = (
+        pair(0) | pair(1) | pair(0, "self_attn.v_proj") | pair(1, "self_attn.v_proj") | pair(0, "mlp.up_proj") | pair(1, "mlp.up_proj")
+    )
+    name = sorted(tensors)[bad]
+    tensors[name].flat[-1] = np.nan
+    with pytest.raises(AdapterError) as refused:
+        read_adapter(hand_folder(tmp_path / "adapter", tensors), BASE, limits())
+    assert refused.value.code == "adapter_non_finite" and name in refused.value.message

@@ -106,6 +106,13 @@ def test_bench_saved_command_line_has_no_api_key(key):
     assert "sekret" not in shown
 
 
+def test_bench_saved_command_line_names_no_folder_of_the_machine_it_ran_on():
+    shown = results.command_line(
+        ["/venv/bin/mstar", "bench", "step", "/home/me/models/tiny", "--output=/tmp/r.json", "--url", "http://h:1/v1", "docs/r.json"]
+    )
+    assert shown == "mstar bench step tiny --output=r.json --url http://h:1/v1 docs/r.json"
+
+
 def test_bench_report_divides_a_by_b():
     rows = compare(serve_result("a", 0.1), serve_result("b", 0.2))
     ratios = {row.metric.key: row.ratio for row in rows if row.cell == "total"}
