@@ -7,6 +7,8 @@
 // A decode step is bound by reading W: blocks stream in memory order, one per thread at a time, and 8 tokens or fewer read each block once.
 // More tokens find it in the cache. Sums are float32, each over the whole input in order, so a token's result depends neither on
 // the threads nor on what else is in the batch. Outputs past the last block's end and an odd last input are padded with zeros.
+#include <omp.h>
+
 #include "../native/tile.h"
 
 using namespace mstar;
@@ -16,6 +18,8 @@ namespace {
 constexpr int kGroups = 3;
 constexpr int kBlock = kGroups * kLanes;
 constexpr int kGroupsAtOnce = kSumsAtOnce < kGroups * kRowsAtOnce ? 1 : kGroups;
+
+constexpr int64_t kFewTokens = 64;
 
 int64_t blocks_of(int64_t out) { return (out + kBlock - 1) / kBlock; }
 int64_t groups_in(int64_t out, int64_t block) {
@@ -28,8 +32,8 @@ template <typename T, int groups>
 void columns(const uint32_t* weight, int64_t weight_groups, int64_t in, Rows x, int64_t tokens, const T* bias, Rows y, int64_t out) {
   const int64_t whole = in / kInStep<T>;
   while (tokens > 0) {
-    const int64_t rows = rows_at_once<groups>(tokens);
-    alignas(64) float sums[kRowsAtOnce][groups * kLanes];
+    const int64_t rows = rows_at_once<T, groups>(tokens);
+    alignas(64) float sums[kMostRows][groups * kLanes];
     tile<T, groups>(rows, Packed{weight, weight_groups}, whole, x, sums[0], groups * kLanes);
     for (int64_t r = 0; r < rows; ++r) {
       for (int64_t g = 0; g < groups; ++g) {
@@ -59,6 +63,13 @@ struct Linear {
   const void* bias;    // [out] or null
   int64_t in, out;
   int64_t is_bf16;
+};
+
+// What an adapter adds to columns of `y`: by the thread that has just made them, while they are in its caches.
+struct Addition {
+  void (*add)(const void* target, const void* plan, int64_t column, int64_t columns, void* y, int64_t y_stride);
+  const void* target;
+  const void* plan;
 };
 
 // Bytes of the blocked copy.
@@ -98,10 +109,10 @@ void gather(const Linear& linear, const int64_t* rows, int64_t count, T* to) {
 
 // This thread's part, of the region that it is called in; it does not wait for the others.
 template <typename T>
-void product(const Linear& linear, const Rows& x, int64_t tokens, const Rows& y) {
+void product(const Linear& linear, const Rows& x, int64_t tokens, const Rows& y, const Addition* addition) {
   const int64_t block_words = kBlock * steps_of<T>(linear.in);
-#pragma omp for schedule(dynamic) nowait
-  for (int64_t block = 0; block < blocks_of(linear.out); ++block) {
+  const Products products;
+  const auto take = [&](int64_t block) {
     const int64_t groups = groups_in(linear.out, block);
     const uint32_t* weight = static_cast<const uint32_t*>(linear.weight) + block * block_words;
     int64_t group = 0;
@@ -116,6 +127,17 @@ void product(const Linear& linear, const Rows& x, int64_t tokens, const Rows& y)
       run(std::integral_constant<int, kGroups>());
     else
       while (group < groups) run(std::integral_constant<int, 1>());
+  };
+  // An adapter's weights lie row by row of its rank. For few tokens they are what takes time: each thread has all its columns in one run.
+  const int64_t blocks = blocks_of(linear.out), threads = omp_get_num_threads(), share = (blocks + threads - 1) / threads;
+  const int64_t at_once = addition == nullptr ? 1 : tokens <= kFewTokens ? share : 2;
+#pragma omp for schedule(dynamic) nowait
+  for (int64_t first = 0; first < blocks; first += at_once) {
+    const int64_t end = first + at_once < blocks ? first + at_once : blocks, column = first * kBlock;
+    for (int64_t block = first; block < end; ++block) take(block);
+    if (addition == nullptr) continue;
+    const int64_t columns = (end * kBlock < linear.out ? end * kBlock : linear.out) - column;
+    addition->add(addition->target, addition->plan, column, columns, y.first, y.stride_bytes / static_cast<int64_t>(sizeof(T)));
   }
 }
 
@@ -140,18 +162,20 @@ void mstar_linear_rows(const Linear* linear, const int64_t* rows, int64_t count,
 }
 
 // `y [tokens, out] = x [tokens, in] W^T + b`; the strides are in elements. For a thread of a parallel region: its part, without a barrier.
-void mstar_linear_part(const Linear* linear, const void* x, int64_t x_stride, int64_t tokens, void* y, int64_t y_stride) {
+// `addition` may be null.
+void mstar_linear_part(const Linear* linear, const void* x, int64_t x_stride, int64_t tokens, void* y, int64_t y_stride,
+                       const Addition* addition) {
   const int64_t size = linear->is_bf16 ? 2 : 4;
   const Rows from{static_cast<char*>(const_cast<void*>(x)), x_stride * size}, to{static_cast<char*>(y), y_stride * size};
   if (linear->is_bf16)
-    product<Bf16>(*linear, from, tokens, to);
+    product<Bf16>(*linear, from, tokens, to, addition);
   else
-    product<float>(*linear, from, tokens, to);
+    product<float>(*linear, from, tokens, to, addition);
 }
 
 // The whole of it.
 void mstar_linear(const Linear* linear, const void* x, int64_t x_stride, int64_t tokens, void* y, int64_t y_stride, int64_t threads) {
 #pragma omp parallel num_threads(threads)
-  mstar_linear_part(linear, x, x_stride, tokens, y, y_stride);
+  mstar_linear_part(linear, x, x_stride, tokens, y, y_stride, nullptr);
 }
 }

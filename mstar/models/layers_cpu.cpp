@@ -93,11 +93,17 @@ struct Heads {  // as in attention_cpu.cpp
 };
 
 // Those that say `part` do the calling thread's share of a parallel region, without a barrier.
-using LinearPart = void (*)(const void* linear, const void* x, int64_t x_stride, int64_t tokens, void* y, int64_t y_stride);
+using AddColumns = void (*)(const void* target, const void* plan, int64_t column, int64_t columns, void* y, int64_t y_stride);
+struct Addition {  // as in linear_cpu.cpp
+  AddColumns add;
+  const void* target;
+  const void* plan;
+};
+using LinearPart = void (*)(const void* linear, const void* x, int64_t x_stride, int64_t tokens, void* y, int64_t y_stride,
+                            const Addition* addition);
 using AttentionKernel = void (*)(const void* attention, const void* rows, int64_t layer, const Heads* q, const Heads* k, const Heads* v,
                                  void* out, int64_t threads);
 using ShrinkPart = void (*)(const void* target, const void* plan, const void* x, int64_t x_stride);
-using ExpandPart = void (*)(const void* target, const void* plan, void* y, int64_t y_stride);
 using SumKernel = int64_t (*)(void* memory, void* x, int64_t count, int64_t is_bf16);
 
 enum { kQkv, kO, kGateUp, kDown, kLinears };
@@ -128,7 +134,7 @@ struct LayersStep {
   const void* signed_sine;  // [tokens, head_dim]
   const void* attention_rows;
   ShrinkPart shrink;  // null: no row has an adapter
-  ExpandPart expand;
+  AddColumns expand;
   const void* plan;
   void* scratch;
   int64_t tokens, threads;
@@ -164,12 +170,12 @@ int64_t run(const Layers& model, const LayersStep& step) {
       const void* target = step.shrink == nullptr ? nullptr : layer.targets[which];
 #pragma omp parallel num_threads(threads)
       {
-        if (target != nullptr) step.shrink(target, step.plan, from, in);
-        model.linear(layer.linears[which], from, in, tokens, to, size);
         if (target != nullptr) {
+          step.shrink(target, step.plan, from, in);
 #pragma omp barrier
-          step.expand(target, step.plan, to, size);
         }
+        const Addition delta{step.expand, target, step.plan};
+        model.linear(layer.linears[which], from, in, tokens, to, size, target == nullptr ? nullptr : &delta);
       }
     };
     const auto add_whole = [&] {  // `out` of all ranks to the residual

@@ -5,8 +5,10 @@
 //     out     [rows] [groups * 16] = sum over the steps, in order, in float32
 //
 // One sum is one register lane from the first step to the last, so it does not depend on how many rows or groups are taken at once.
+// Where the CPU has a matrix unit it takes bfloat16, for one row as for many, so that this stays true (`matrix.h`).
 #pragma once
 
+#include "matrix.h"
 #include "vector.h"
 
 namespace mstar {
@@ -64,8 +66,10 @@ inline vuint load_words_some(const uint32_t* from, int64_t count) {
 }
 
 struct Packed {  // [steps] [groups] [16 columns]
+  static constexpr int64_t kRun = 16;  // steps that lie at one distance
   const uint32_t* first;
   int64_t groups;
+  int64_t stride_bytes() const { return groups * kLanes * 4; }
   const uint32_t* at(int64_t step, int64_t group) const { return first + (step * groups + group) * kLanes; }
 };
 
@@ -88,15 +92,50 @@ __attribute__((noinline)) void tile(Weight weight, int64_t steps, const Rows& x,
     for (int g = 0; g < groups; ++g) store(sums[r][g], out + r * out_stride + g * kLanes);
 }
 
-// How many of `rows` to take next: few enough for the registers, and evenly.
-template <int groups>
+#ifdef __AMX_BF16__
+constexpr int kMostRows = 2 * matrix::kRows;
+#else
+constexpr int kMostRows = kRowsAtOnce;
+#endif
+
+// How many of `rows` to take next, kMostRows at most: few enough for the registers, and evenly.
+template <typename T, int groups>
 inline int64_t rows_at_once(int64_t rows) {
   constexpr int64_t most = kSumsAtOnce / groups < kRowsAtOnce ? kSumsAtOnce / groups : kRowsAtOnce;
+#ifdef __AMX_BF16__
+  if constexpr (std::is_same_v<T, Bf16>) {
+    constexpr int64_t of_unit = groups <= 3 ? kMostRows : matrix::kRows;
+    if (matrix::is_there()) return rows < of_unit ? rows : rows < of_unit + matrix::kRows ? (rows + 1) / 2 : of_unit;
+  }
+#endif
   return rows > 2 * most ? most : rows > most ? (rows + 1) / 2 : rows;
 }
 
+// In a thread that works on such products, for as long as it does; the steps are counted from the first of a run.
+using Products = matrix::Use;
+
 template <typename T, int groups, typename Weight>
 inline void tile(int64_t rows, Weight weight, int64_t steps, const Rows& x, float* out, int64_t out_stride) {
+#ifdef __AMX_BF16__
+  if constexpr (std::is_same_v<T, Bf16>) {
+    if (matrix::is_there()) {
+      const int64_t whole = steps / Weight::kRun * Weight::kRun;
+      matrix::tile<groups>(rows, weight, whole, x.first, x.stride_bytes, out, out_stride);
+      for (int64_t r = 0; whole < steps && r < rows; ++r) {
+        for (int g = 0; g < groups; ++g) {
+          vfloat sums = load(out + r * out_stride + g * kLanes);
+          for (int64_t step = whole; step < steps; ++step) {
+            uint32_t value;
+            std::memcpy(&value, x[r] + step * 4, 4);
+            sums = multiply_add<T>(sums, load_words(weight.at(step, g)), value);
+          }
+          store(sums, out + r * out_stride + g * kLanes);
+        }
+      }
+      return;
+    }
+  }
+#endif
   switch (rows) {
 #define MSTAR_TILE(n)                                                                                                     \
   case n:                                                                                                                 \

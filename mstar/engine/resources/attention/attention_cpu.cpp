@@ -73,18 +73,19 @@ struct View {
 };
 
 struct Keys {  // a group is a unit
+  static constexpr int64_t kRun = 16;
+  static constexpr int64_t stride_bytes() { return kLanes * 4; }
   const uint32_t* const* units;
   const uint32_t* at(int64_t step, int64_t group) const { return units[group] + step * kLanes; }
 };
 
 template <typename T>
 struct Values {  // a group is 16 head dims
+  static constexpr int64_t kRun = kUnit / kInStep<T>;
   const uint32_t* const* units;
   int64_t width;
-  const uint32_t* at(int64_t step, int64_t group) const {
-    constexpr int64_t steps = kUnit / kInStep<T>;
-    return units[step / steps] + step % steps * width + group * kLanes;
-  }
+  int64_t stride_bytes() const { return width * 4; }
+  const uint32_t* at(int64_t step, int64_t group) const { return units[step / kRun] + step % kRun * width + group * kLanes; }
 };
 
 // What one chunk gives its queries, and what all chunks up to it give: sums are kept by lane until the end.
@@ -157,6 +158,7 @@ class Step {
 #pragma omp parallel num_threads(threads)
     {
       Scratch<T>& scratch = own_scratch();
+      const Products products;
 #pragma omp for schedule(static)
       for (int64_t row = 0; row < rows_.rows; ++row) write_row(row);
       if (!shares) {
@@ -316,6 +318,7 @@ class Step {
   }
 
   void interleave_values(const int64_t* places, int64_t count, uint32_t* to) const {
+    if (count < kUnit) std::memset(to, 0, kUnit / kInStep<T> * width_ * 4);
     for (int64_t key = 0; key < count; key += kInStep<T>, to += width_) {
       const T* even = values_ + places[key];
       const T* odd = kInStep<T> == 2 && key + 1 < count ? values_ + places[key + 1] : nullptr;
@@ -351,14 +354,15 @@ class Step {
   template <int groups>
   void weigh(int64_t queries, const uint32_t** values, int64_t dim, int64_t count, const Rows& p, float* out) const {
     const uint32_t* units[kUnits];
-    for (int64_t i = 0; i * kUnit < count; ++i) units[i] = values[i] + dim;
-    product<groups>(queries, Values<T>{units, width_}, steps_of<T>(count), p, out + dim, width_);
+    int64_t steps = 0;
+    for (int64_t i = 0; i * kUnit < count; ++i, steps += Values<T>::kRun) units[i] = values[i] + dim;  // past `count` both are zero
+    product<groups>(queries, Values<T>{units, width_}, steps, p, out + dim, width_);
   }
 
   template <int groups, typename Weight>
   static void product(int64_t rows, Weight weight, int64_t steps, Rows x, float* out, int64_t out_stride) {
     while (rows > 0) {
-      const int64_t some = rows_at_once<groups>(rows);
+      const int64_t some = rows_at_once<T, groups>(rows);
       tile<T, groups>(some, weight, steps, x, out, out_stride);
       x.first = x[some];
       out += some * out_stride;

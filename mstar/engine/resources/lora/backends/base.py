@@ -61,9 +61,9 @@ class LoraBackend(ABC):
         return None
 
     def native_step(self, plan: Any) -> tuple[int, int, int] | None:
-        """Addresses of the shrink `(target, plan, x, x_stride)` and the expand `(target, plan, y, y_stride)`, and of the plan.
+        """Addresses of the shrink `(target, plan, x, x_stride)`, the expand `(target, plan, column, columns, y, y_stride)` and the plan.
 
-        Each thread of a parallel region calls both, with a barrier between them.
+        Each thread of a parallel region calls the shrink; after a barrier, whoever has made columns of `y` calls the expand on them.
         """
         return None
 

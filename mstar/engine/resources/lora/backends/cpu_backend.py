@@ -60,7 +60,7 @@ class CpuLoraBackend(LoraBackend):
         self._call = library.mstar_lora_delta
         self._call.restype = None
         self._call.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64)
-        self._parts = address_of(library.mstar_lora_shrink_part), address_of(library.mstar_lora_expand_part)
+        self._parts = address_of(library.mstar_lora_shrink_part), address_of(library.mstar_lora_expand_columns)
         self._targets: dict[int, tuple[LayerWeights, _Target, int]] = {}
 
     @classmethod

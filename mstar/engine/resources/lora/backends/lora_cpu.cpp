@@ -1,11 +1,12 @@
 // LoRA deltas for a mixed batch on a CPU: y[t] += scaling * (x[t] A^T) B^T for the tokens t of every segment, one segment per slot.
 //
 //     shrink   h[i, p*r + j] = scaling[p] * dot(x[token i], A[p, j])        items: (segment, 4 rows of A)
-//     expand   y[token i, o] += sum_j h[i, p*r + j] * B^T[j, o]             items: (segment, part, 64 columns)
+//     expand   y[token i, o] += sum_j h[i, p*r + j] * B^T[j, o]             for some columns at a time, all segments
 //
-// Each weight of a slot is read once a call for a few tokens at a time; sums are float32 whatever the storage. Each thread takes a run of
-// neighbouring items of every segment, so that weights are streamed in memory order and no thread always has the larger share. The order
-// of every sum is fixed by the shapes alone: it depends neither on the threads nor on what else is in the batch.
+// Each weight of a slot is read once a call for a few tokens at a time; sums are float32 whatever the storage. The shrink goes before the
+// base product, each thread with a run of neighbouring items of every segment; the expand is called by the thread that has made the
+// columns, while they are in its caches. The order of every sum is fixed by the shapes alone: it depends neither on the threads nor on
+// what else is in the batch.
 #include <omp.h>
 
 #include "../../../../native/tile.h"
@@ -14,10 +15,10 @@ namespace {
 
 using namespace mstar;
 
-constexpr int kTile = 4;      // tokens that share one reading of a weight
-constexpr int kRows = 4;      // rows of A in one item
-constexpr int kColumns = 64;  // columns of B in one item
-constexpr int kGroups = kColumns / kLanes;
+constexpr int kTile = 4;    // tokens that share one reading of a weight
+constexpr int kRows = 4;    // rows of A in one item
+constexpr int kGroups = 6;  // of 16 columns of B at once
+constexpr int kColumns = kGroups * kLanes;
 constexpr int kMaxParts = 8;
 
 }  // namespace
@@ -104,34 +105,35 @@ void shrink(const LoraTarget& target, const LoraPlan& plan, int64_t segment, int
   }
 }
 
-// Columns of one item for some tokens. `columns` below kColumns: the last of a part.
-template <typename T, int tokens>
-__attribute__((noinline)) void add_products(const T* b, int64_t b_stride, int64_t rank, const float* h, int64_t h_stride, int64_t columns,
+// `groups` of 16 columns for some tokens; below `groups * 16` columns: the last of a part.
+template <typename T, int groups, int tokens>
+__attribute__((noinline)) void add_products(const T* b, int64_t b_row, int64_t rank, const float* h, int64_t h_stride, int64_t columns,
                                             T* const* y) {
-  vfloat sums[tokens][kGroups];
+  vfloat sums[tokens][groups];
   for (int i = 0; i < tokens; ++i)
-    for (int g = 0; g < kGroups; ++g) sums[i][g] = all(0);
-  if (columns == kColumns) {
-    for (int64_t j = 0; j < rank; ++j) {
-      vfloat weights[kGroups];
-      for (int g = 0; g < kGroups; ++g) weights[g] = load(b + j * b_stride + g * kLanes);
-      for (int i = 0; i < tokens; ++i)
-        for (int g = 0; g < kGroups; ++g) sums[i][g] += all(h[i * h_stride + j]) * weights[g];
+    for (int g = 0; g < groups; ++g) sums[i][g] = all(0);
+  for (int64_t j = 0; j < rank; ++j) {
+    vfloat weights[groups];
+    for (int g = 0; g < groups; ++g) {
+      const T* from = b + j * b_row + g * kLanes;
+      weights[g] = groups == 1 ? load_some(from, columns) : load(from);
     }
     for (int i = 0; i < tokens; ++i)
-      for (int g = 0; g < kGroups; ++g) store(load(y[i] + g * kLanes) + sums[i][g], y[i] + g * kLanes);
-    return;
+      for (int g = 0; g < groups; ++g) sums[i][g] += all(h[i * h_stride + j]) * weights[g];
   }
-  for (int64_t from = 0, g = 0; from < columns; from += kLanes, ++g) {
-    for (int64_t j = 0; j < rank; ++j) {
-      const vfloat weights = load_some(b + j * b_stride + from, columns - from);
-      for (int i = 0; i < tokens; ++i) sums[i][g] += all(h[i * h_stride + j]) * weights;
+  for (int i = 0; i < tokens; ++i) {
+    for (int g = 0; g < groups; ++g) {
+      T* to = y[i] + g * kLanes;
+      if (groups == 1)
+        store_some(load_some(to, columns) + sums[i][g], to, columns);
+      else
+        store(load(to) + sums[i][g], to);
     }
-    for (int i = 0; i < tokens; ++i) store_some(load_some(y[i] + from, columns - from) + sums[i][g], y[i] + from, columns - from);
   }
 }
 
-template <typename T>
+// Some columns of one part for all tokens of a segment.
+template <typename T, int groups>
 void expand(const LoraTarget& target, const LoraPlan& plan, int64_t segment, int64_t part, int64_t column, int64_t columns, T* y,
             int64_t y_stride) {
   const int64_t rank = plan.ranks[segment], slot = plan.slots[segment];
@@ -142,11 +144,31 @@ void expand(const LoraTarget& target, const LoraPlan& plan, int64_t segment, int
   T* at[kTile];
   for (; first + kTile <= plan.counts[segment]; first += kTile) {
     for (int i = 0; i < kTile; ++i) at[i] = y + tokens[first + i] * y_stride + column;
-    add_products<T, kTile>(b, target.b_row, rank, h + first * plan.width, plan.width, columns, at);
+    add_products<T, groups, kTile>(b, target.b_row, rank, h + first * plan.width, plan.width, columns, at);
   }
   for (; first < plan.counts[segment]; ++first) {
     at[0] = y + tokens[first] * y_stride + column;
-    add_products<T, 1>(b, target.b_row, rank, h + first * plan.width, plan.width, columns, at);
+    add_products<T, groups, 1>(b, target.b_row, rank, h + first * plan.width, plan.width, columns, at);
+  }
+}
+
+template <typename T>
+void expand_columns(const LoraTarget& target, const LoraPlan& plan, int64_t column, int64_t columns, T* y, int64_t y_stride) {
+  for (int64_t segment = 0; segment < plan.segments; ++segment) {
+    if (plan.ranks[segment] == 0) continue;
+    for (int64_t part = 0, first = 0; part < target.parts; first += target.out_sizes[part++]) {
+      int64_t at = column > first ? column : first;
+      const int64_t end_of_part = first + target.out_sizes[part];
+      const int64_t end = column + columns < end_of_part ? column + columns : end_of_part;
+      const auto add = [&](auto groups) {
+        const int64_t width = end - at < groups * kLanes ? end - at : groups * kLanes;
+        expand<T, groups>(target, plan, segment, part, at, width, y, y_stride);
+        at += width;
+      };
+      while (at + kGroups * kLanes <= end) add(std::integral_constant<int, kGroups>());
+      while (at + kGroups / 2 * kLanes <= end) add(std::integral_constant<int, kGroups / 2>());
+      while (at < end) add(std::integral_constant<int, 1>());
+    }
   }
 }
 
@@ -172,27 +194,6 @@ void shrink_part(const LoraTarget& target, const LoraPlan& plan, const T* x, int
   }
 }
 
-template <typename T>
-void expand_part(const LoraTarget& target, const LoraPlan& plan, T* y, int64_t y_stride) {
-  const int64_t thread = omp_get_thread_num(), threads = omp_get_num_threads();
-  int64_t blocks = 0;  // column items of one segment
-  for (int64_t p = 0; p < target.parts; ++p) blocks += (target.out_sizes[p] + kColumns - 1) / kColumns;
-  for (int64_t segment = 0; segment < plan.segments; ++segment) {
-    if (plan.ranks[segment] == 0) continue;
-    const Share share(blocks, segment, thread, threads);
-    for (int64_t item = share.first; item < share.end; ++item) {
-      int64_t part = 0, column = 0, block = item;
-      while (block * kColumns >= target.out_sizes[part]) {
-        block -= (target.out_sizes[part] + kColumns - 1) / kColumns;
-        column += target.out_sizes[part];
-        ++part;
-      }
-      const int64_t left = target.out_sizes[part] - block * kColumns;
-      expand(target, plan, segment, part, column + block * kColumns, left < kColumns ? left : kColumns, y, y_stride);
-    }
-  }
-}
-
 }  // namespace
 
 extern "C" {
@@ -205,20 +206,25 @@ void mstar_lora_shrink_part(const LoraTarget* target, const LoraPlan* plan, cons
     shrink_part(*target, *plan, static_cast<const float*>(x), x_stride);
 }
 
-void mstar_lora_expand_part(const LoraTarget* target, const LoraPlan* plan, void* y, int64_t y_stride) {
+// For a thread of a parallel region, after a barrier: the delta of some columns of `y`, as `[tokens, out]` begins.
+void mstar_lora_expand_columns(const LoraTarget* target, const LoraPlan* plan, int64_t column, int64_t columns, void* y, int64_t y_stride) {
   if (target->is_bf16)
-    expand_part(*target, *plan, static_cast<Bf16*>(y), y_stride);
+    expand_columns(*target, *plan, column, columns, static_cast<Bf16*>(y), y_stride);
   else
-    expand_part(*target, *plan, static_cast<float*>(y), y_stride);
+    expand_columns(*target, *plan, column, columns, static_cast<float*>(y), y_stride);
 }
 
 // The whole of it.
 void mstar_lora_delta(const LoraTarget* target, const LoraPlan* plan, const void* x, int64_t x_stride, void* y, int64_t y_stride) {
+  int64_t out = 0;
+  for (int64_t part = 0; part < target->parts; ++part) out += target->out_sizes[part];
 #pragma omp parallel num_threads(plan->threads)
   {
     mstar_lora_shrink_part(target, plan, x, x_stride);
 #pragma omp barrier
-    mstar_lora_expand_part(target, plan, y, y_stride);
+#pragma omp for schedule(dynamic)
+    for (int64_t column = 0; column < out; column += kColumns)
+      mstar_lora_expand_columns(target, plan, column, out - column < kColumns ? out - column : kColumns, y, y_stride);
   }
 }
 }
