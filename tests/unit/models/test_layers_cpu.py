@@ -25,11 +25,11 @@ def ops(request):
 
 
 def close(ours, theirs, dtype):
-    """Equal but for the order of float32 sums: at most two roundings of bfloat16 apart (a product of a rounded one), and that seldom."""
+    """Equal but for the order of float32 sums: at most one rounding of bfloat16 apart, and that seldom."""
     if dtype == torch.float32:
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
     else:
-        torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=2**-6)
+        torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=2**-7)
         assert (ours != theirs).float().mean() < 0.02
 
 
