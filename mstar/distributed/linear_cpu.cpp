@@ -4,7 +4,7 @@
 //                      a step is one float, or two bfloat16 side by side; 64 bytes a group, a block is one run of memory
 //     tile         3 groups x up to 8 tokens: 24 sums stay in registers while the block streams past once
 //
-// A decode step is bound by reading W: blocks stream in memory order, one per thread at a time, and 8 tokens or fewer read each block once.
+// A decode step is bound by reading W: blocks stream in memory order, and 8 tokens or fewer (32 on AMX) read each block once.
 // More tokens find it in the cache. Sums are float32, each over the whole input in order, so a token's result depends neither on
 // the threads nor on what else is in the batch. Outputs past the last block's end and an odd last input are padded with zeros.
 #include <omp.h>
@@ -18,8 +18,7 @@ namespace {
 constexpr int kGroups = 3;
 constexpr int kBlock = kGroups * kLanes;
 constexpr int kGroupsAtOnce = kSumsAtOnce < kGroups * kRowsAtOnce ? 1 : kGroups;
-
-constexpr int64_t kFewTokens = 64;
+constexpr int64_t kFewTokens = 64;  // so few that reading an adapter's weights is most of adding it
 
 int64_t blocks_of(int64_t out) { return (out + kBlock - 1) / kBlock; }
 int64_t groups_in(int64_t out, int64_t block) {
@@ -128,7 +127,7 @@ void product(const Linear& linear, const Rows& x, int64_t tokens, const Rows& y,
     else
       while (group < groups) run(std::integral_constant<int, 1>());
   };
-  // An adapter's weights lie row by row of its rank. For few tokens they are what takes time: each thread has all its columns in one run.
+  // An adapter's weights lie row by row of its rank: with few tokens each thread has all its columns in one run, to read them as streams.
   const int64_t blocks = blocks_of(linear.out), threads = omp_get_num_threads(), share = (blocks + threads - 1) / threads;
   const int64_t at_once = addition == nullptr ? 1 : tokens <= kFewTokens ? share : 2;
 #pragma omp for schedule(dynamic) nowait

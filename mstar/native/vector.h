@@ -42,6 +42,14 @@ inline To cast(From from) {
 inline float widen(float value) { return value; }
 inline float widen(Bf16 value) { return cast<float>(static_cast<uint32_t>(value.bits) << 16); }
 
+inline vfloat widen(vhalf half) {
+#ifdef __AVX512F__  // GCC 12 makes four instructions of the other
+  return cast<vfloat>((vuint)_mm512_cvtepu16_epi32((__m256i)half) << 16);
+#else
+  return cast<vfloat>(__builtin_convertvector(half, vuint) << 16);
+#endif
+}
+
 inline vfloat load(const float* from) {
   vfloat out;
   std::memcpy(&out, from, sizeof out);
@@ -50,27 +58,23 @@ inline vfloat load(const float* from) {
 inline vfloat load(const Bf16* from) {
   vhalf half;
   std::memcpy(&half, from, sizeof half);
-#ifdef __AVX512F__  // GCC 12 makes four instructions of it
-  return cast<vfloat>((vuint)_mm512_cvtepu16_epi32((__m256i)half) << 16);
-#else
-  return cast<vfloat>(__builtin_convertvector(half, vuint) << 16);
-#endif
+  return widen(half);
 }
 
 // To the nearest bfloat16, ties to even, as torch rounds; NaN stays NaN.
-[[maybe_unused]] inline vuint bf16_bits(vfloat value) {
+inline vhalf narrow(vfloat value) {
+#ifdef __AVX512BF16__
+  return (vhalf)_mm512_cvtneps_pbh((__m512)value);
+#else
   const vuint bits = cast<vuint>(value);
   const vuint rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-  return (bits & 0x7fffffff) > 0x7f800000 ? (bits >> 16) | 0x40 : rounded;
+  return __builtin_convertvector((bits & 0x7fffffff) > 0x7f800000 ? (bits >> 16) | 0x40 : rounded, vhalf);
+#endif
 }
 
 inline void store(vfloat value, float* to) { std::memcpy(to, &value, sizeof value); }
 inline void store(vfloat value, Bf16* to) {
-#ifdef __AVX512BF16__
-  const vhalf half = (vhalf)_mm512_cvtneps_pbh((__m512)value);
-#else
-  const vhalf half = __builtin_convertvector(bf16_bits(value), vhalf);
-#endif
+  const vhalf half = narrow(value);
   std::memcpy(to, &half, sizeof half);
 }
 
@@ -95,13 +99,8 @@ template <typename T>
 inline vfloat rounded(vfloat value) {
   if constexpr (std::is_same_v<T, float>)
     return value;
-#ifdef __AVX512BF16__
   else
-    return cast<vfloat>(__builtin_convertvector((vhalf)_mm512_cvtneps_pbh((__m512)value), vuint) << 16);
-#else
-  else
-    return cast<vfloat>(bf16_bits(value) << 16);
-#endif
+    return widen(narrow(value));
 }
 
 inline vfloat all(float value) { return vfloat{} + value; }
